@@ -111,7 +111,7 @@ class TrainedRun:
             raise UserError(f"there is no split {split!r}", remedy=f"name one of {', '.join(_SPLITS)}")
         found = load_split(self.task, split, self.config, self._world, SilentConsole())
         evaluation = evaluate(self._engine, self.task, found, self._world, *self._how(found))
-        assert evaluation is not None, "it was given no stop_wanted"
+        assert evaluation is not None, "evaluate returns None only where its stop_wanted asks it to stop"
         return evaluation.scores
 
     def _task_without_labels(self) -> Task:

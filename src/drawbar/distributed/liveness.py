@@ -136,8 +136,8 @@ class Liveness:
 
     @property
     def _period(self) -> float:
-        """Seconds between heartbeats. All ranks know within three periods that a rank has arrived at a collective; the
-        log says which ranks are awaited only after ``LOG_SECONDS``, which is four periods or more."""
+        """Seconds between heartbeats: at most a fourth of ``LOG_SECONDS``. It takes up to three periods until all ranks
+        know who has arrived at a collective, so the log names no rank as awaited that came in time."""
         return min(self.timeout / _MIN_HEARTBEATS, LOG_SECONDS / 4)
 
     def _run(self) -> None:

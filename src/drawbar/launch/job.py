@@ -30,7 +30,8 @@ class Job:
     processes: int = 1
     """On each node."""
     settings: tuple[str, ...] = ()
-    """``KEY=VALUE``: settings that override those of ``config``."""
+    """``KEY=VALUE``: under Slurm, settings behind the configuration's path, which override it. Other launchers put such
+    settings into ``config`` (``Launcher.settings``)."""
     environment: Mapping[str, str] = field(default_factory=dict)
     container: Container | None = None
     """The container in which ``argv`` and drawbar's own programs run; None if they run on the node itself."""

@@ -139,7 +139,7 @@ def plan_for(model: nn.Module) -> ModelParallelPlan:
             sequence_refusal=f"the activations of {family} cannot be cut along the sequence; {choice}",
             pipeline_refusal=f"{family} cannot be cut into stages; {choice}",
         )
-    plan = replace(plan, sequence=stages.blocks)
+    plan = replace(plan, sequence_blocks=stages.blocks)
     if stages.head not in dict(model.named_modules()):
         return replace(
             plan, pipeline_refusal=f"a {type(model).__name__} cannot be cut into stages: only language models can be"

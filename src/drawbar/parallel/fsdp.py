@@ -35,9 +35,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
 
     Trained weights stay fp32. Gradients are averaged over shards in ``parallel.reduce_dtype``, and over replicas in
     fp32. Autocast decides what is computed in ``precision``, as without shards. So only what autocast casts anyway is
-    gathered in ``precision``: linear layers of the blocks and of the head. The rest is gathered in fp32, in the root's
-    group: the norms of the blocks, and what is outside of the blocks. Groups for the norms would need hooks inside each
-    block. (Exceptions: ``_gathered_parameters``.)
+    gathered in ``precision``: linear layers of the blocks and of the head. The rest is gathered in fp32, together
+    with the root's own parameters: the norms of the blocks, and what is outside of the blocks. To gather norms by
+    themselves, each would need ``fully_shard``, with hooks inside the block. (Exceptions: ``_gathered_parameters``.)
 
     Args:
         mesh: two-dimensional (replicas, shards), or that of the shards alone.

@@ -63,9 +63,10 @@ class ModelParallelPlan:
     """Numbers that the tensor-parallel degree must divide, by what they count (``num_key_value_heads``: 2)."""
     divided_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Module names, with ``*``, and attributes of theirs to divide by the degree (GPT-2's ``split_size``)."""
-    sequence: str | None = None
+    sequence_blocks: str | None = None
     """The ``ModuleList`` of repeated blocks, in which activations may be sharded along the sequence, outside of
-    attention and feed-forward; or None."""
+    attention and feed-forward (``parallel.sequence``); else these sublayers sum the gradient of their input once. Or
+    None."""
     sequence_refusal: str = ""
     """Why they may not, for the error."""
     pipeline: PipelinePlan | None = None

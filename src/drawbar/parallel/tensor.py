@@ -99,7 +99,7 @@ def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh,
     """
     if plan.tensor is None:
         raise UserError(plan.tensor_refusal, where="parallel.tensor", remedy="set parallel.tensor=1")
-    if sequence and plan.sequence is None:
+    if sequence and plan.sequence_blocks is None:
         raise UserError(plan.sequence_refusal, where="parallel.sequence", remedy="set parallel.sequence=false")
     styles = {
         name: (module, style)
@@ -110,7 +110,7 @@ def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh,
     fused = {name: parts for name, _, parts in matching(model.named_modules(), plan.fused)}
     check_degree({**plan.divisible_sizes, **_sizes(styles, fused)}, mesh.size())
     _shard_parameters(model, styles, fused, mesh)
-    repeated = {} if plan.sequence is None else {f"{plan.sequence}.*": None}
+    repeated = {} if plan.sequence_blocks is None else {f"{plan.sequence_blocks}.*": None}
     blocks = [block for _, block, _ in matching(model.named_modules(), repeated)]
     _convert(model, styles, blocks, mesh, sequence)
     for _, module, attributes in matching(model.named_modules(), plan.divided_attributes):

@@ -32,7 +32,8 @@ class Case:
 
     @property
     def alone(self) -> bool:
-        """Whether it is one process with one device (not ``dp``): rank 0 runs it, however many ranks there are."""
+        """Whether it is one process with one device (the strategy ``dp`` has several): rank 0 runs it, however many
+        ranks there are."""
         return _is_one_device(self.parallel)
 
     def apply_to(self, config: RunConfig, precision: str) -> RunConfig:

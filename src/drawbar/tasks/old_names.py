@@ -59,7 +59,7 @@ ATTRIBUTES = {"facts": "dataset_metadata", "labelled": "has_labels"}
 """Old name → new one."""
 
 
-def keep_run_attributes(task_type: type[Any], base: type[Any]) -> None:
+def remove_shadowing_attributes(task_type: type[Any], base: type[Any]) -> None:
     """Replace class attributes such as ``facts = {}`` or ``tokenizer = None``: they would shadow the properties of
     these names, which give what the run has stored. They did no harm while ``Task.__init__`` set attributes."""
     for name in ("tokenizer", "dataset_metadata", *ATTRIBUTES):

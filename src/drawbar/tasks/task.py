@@ -25,7 +25,12 @@ from drawbar.errors import UserError
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.method_errors import call_for_attribute, method_error, undefined_method_error
-from drawbar.tasks.old_names import keep_old_class_attributes, keep_old_names, keep_run_attributes, renamed_attribute
+from drawbar.tasks.old_names import (
+    keep_old_class_attributes,
+    keep_old_names,
+    remove_shadowing_attributes,
+    renamed_attribute,
+)
 from drawbar.tasks.task_context import TaskContext
 
 T = TypeVar("T")
@@ -51,7 +56,7 @@ class Task:
         super().__init_subclass__(**keywords)
         keep_old_names(cls)
         keep_old_class_attributes(cls)
-        keep_run_attributes(cls, Task)
+        remove_shadowing_attributes(cls, Task)
 
     def __init__(self, context: TaskContext | RunConfig) -> None:
         """Built from a RunConfig alone, the task itself makes its tokenizer and finds the metadata of its data."""

@@ -161,7 +161,7 @@ def test_what_cannot_be_cut_says_why(make: Any, tensor: str, pipeline: str) -> N
 
 
 def test_sequences_are_cut_between_the_blocks_of_decoders_alone() -> None:
-    assert plan_for(build("llama", DECODERS["llama"], "sequence_classification")).sequence == "model.layers"
+    assert plan_for(build("llama", DECODERS["llama"], "sequence_classification")).sequence_blocks == "model.layers"
     plan = plan_for(build("bert", LLAMA, "masked_lm"))
-    assert plan.sequence is None
+    assert plan.sequence_blocks is None
     assert "bert cannot be cut along the sequence; these decoder-only families" in plan.sequence_refusal

@@ -215,7 +215,7 @@ def compare(case: Case, mesh: DeviceMesh, sequence: bool = False, length: int = 
     tokens = []
     if sequence:
         checkpoint_activations(cut, "full")
-        last = dict(cut.named_modules())[f"{plan_for(cut).sequence}.1"]
+        last = dict(cut.named_modules())[f"{plan_for(cut).sequence_blocks}.1"]
         last.register_forward_pre_hook(lambda module, args: tokens.append(args[0].shape[1]))
     batch = {name: tensor[:, :length] for name, tensor in inputs(case).items()}
     with Collectives() as collectives:

@@ -55,10 +55,11 @@ READING = (
 """How the records of every split are read."""
 
 LENGTH = ("train.steps", "train.epochs")
-"""How long to train: a change may alter the learning rate of the steps to come, so it is logged."""
+"""How long to train: with another value, a complete run can go on."""
 
 SCHEDULE = (*LENGTH, "optim.schedule_steps")
-"""Settings of the learning-rate schedule, among those that may change."""
+"""Settings of the learning-rate schedule, among those that may change: the learning rate of the steps to come is then
+another, so a change is logged."""
 
 ABSENT = "(absent)"
 """Stands for a key that one of the two configurations does not have."""

@@ -65,7 +65,8 @@ def check_allreduce(world: Distributed, run_dir: Path, seconds: float = SECONDS)
 
 
 def _sum_twice(world: Distributed) -> tuple[list[int], float]:
-    """The ranks whose slice of the sum is wrong here, and the bytes a second that this rank sent and received.
+    """The ranks whose slice of the sum is wrong here, and the bytes a second that this rank sent (as many as it
+    received).
 
     Every rank fills a slice of its own, and adds zeros to the others' slices: so a wrong slice tells whose it is.
     """
