@@ -267,7 +267,8 @@ class CheckpointDirectory:
         return list(older.values())
 
     def finish_write(self, name: str, write_content: Callable[[Path], None]) -> None:
-        """Let ``write_content`` add the last files to the folder of ``begin_write``, then rename it to ``name``.
+        """Let ``write_content`` add the last files to the folder of ``begin_write``, or make and fill it where that was
+        not called; then rename it to ``name``.
 
         Raises:
             UserError: as ``write`` does.

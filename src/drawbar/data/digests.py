@@ -38,8 +38,8 @@ class DigestCache:
         digest = self._stored.get(key)
         if digest is None:
             digest = file_digest(file)
-            _, *times, _ = found
-            if identity(file) == found and began - max(times) > MIN_AGE_NS:
+            _size, mtime, ctime, _inode = found
+            if identity(file) == found and began - max(mtime, ctime) > MIN_AGE_NS:
                 self._new[key] = digest
         return digest
 

@@ -54,7 +54,7 @@ def _find_logit_ops(task: Task, config: RunConfig, model: nn.Module) -> LogitOps
     """The operators that the model applies to its logits. Raises UnknownHead, with the reason, if its head cannot
     compute the loss."""
     parallel = config.parallel
-    # a user's own forward or loss may look at the logits; of these tasks, `vocabulary_parallel` is false
+    # a user's own forward or loss may look at the logits; `vocabulary_parallel` is false for a task that has one
     if not isinstance(task, PretrainedTask) or not task.vocabulary_parallel:
         raise UnknownHead(f"{type(task).__name__} has a forward or a loss of its own")
     if parallel.features.many_devices:

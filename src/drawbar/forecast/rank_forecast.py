@@ -1,4 +1,4 @@
-"""The forecast of one rank: what a step takes, counted in two short ones of the run's own engine on fake tensors."""
+"""The forecast of one rank: what a step takes, counted in two of the run's own engine on fake tensors."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -67,7 +67,8 @@ def forecast_rank(
     ranks_per_node: int,
     devices_are_cpus: bool,
 ) -> RankForecast:
-    """Make two steps of few micro-batches as one rank of a run, and return what a whole step takes (see ``_counts``).
+    """Make two steps as one rank of a run, with no more micro-batches than are needed to tell what a whole step takes
+    (see ``_counts``), and return that.
 
     Args:
         build_task: from a configuration to a task without weights (``TaskContext.weightless``).

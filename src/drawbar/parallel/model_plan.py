@@ -64,9 +64,9 @@ class ModelParallelPlan:
     divided_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Module names, with ``*``, and attributes of theirs to divide by the degree (GPT-2's ``split_size``)."""
     sequence_blocks: str | None = None
-    """The ``ModuleList`` of repeated blocks, in which activations may be sharded along the sequence, outside of
-    attention and feed-forward (``parallel.sequence``); else these sublayers sum the gradient of their input once. Or
-    None."""
+    """The ``ModuleList`` of repeated blocks, or None. With ``parallel.sequence``, activations in them are sharded along
+    the sequence, outside of attention and feed-forward. Without it, the gradient of the input of each attention and
+    feed-forward is all-reduced once, not once for each linear layer in it."""
     sequence_refusal: str = ""
     """Why they may not, for the error."""
     pipeline: PipelinePlan | None = None

@@ -115,7 +115,7 @@ def fit_micro_batch(
     """Set the loader's micro-batches to what fits into the memory. Every rank calls it.
 
     A resumed run keeps its stored size, if nothing that ``_found_with`` lists has changed; without a stored size (a run
-    of an older drawbar), it has micro-batches of the usual size.
+    of an older drawbar), it keeps the loader's micro-batches, of at most ``MICRO_BATCH_TOKENS`` tokens.
 
     Args:
         memory: None to leave the loader as it is.
@@ -185,8 +185,8 @@ def _probe(loader: TrainLoader[Batch], engine: Engine, updater: TorchUpdater, me
 
 
 def _most_rows(loader: TrainLoader[Batch], config: RunConfig, longest: int | None) -> int:
-    """A rank's share of the global batch. If rows are padded to the longest beside them, no more than the usual
-    micro-batch holds: in a larger one they are padded more, and that costs more than it gains.
+    """A rank's share of the global batch. If rows are padded to the longest beside them, no more than
+    ``MICRO_BATCH_TOKENS`` tokens hold: in a larger one they are padded more, and that costs more than it gains.
 
     Args:
         longest: tokens of the longest row; None where rows have no tokens.

@@ -214,7 +214,7 @@ class Saver:
         logger.warning("the save of step %d failed, and the run goes on (checkpoint.on_error: warn): %s", step, fault)
 
     def _mark_best_and_rotate(self, step: int, best_step: int | None, best_score: float | None) -> None:
-        # without keep_best, too, where a record is left of when the setting was on: it must not name an older best step
+        # also without keep_best, if best.json exists from when it was on: it must not go on naming an older best step
         records_best = self._config.keep_best or self._directory.has_best_record()
         if records_best and best_step in self._directory.steps() and best_score is not None:
             self._directory.set_best(best_step, self._metric, best_score)

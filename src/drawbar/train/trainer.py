@@ -11,7 +11,7 @@ import torch
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import step_name
 from drawbar.checkpoint.space import check_space, explain_disk_errors, required_bytes
-from drawbar.config.io.compare import check_length, check_new_steps
+from drawbar.config.io.compare import check_new_steps, check_not_fewer_steps
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.config.schema.run_config import RunConfig
@@ -199,7 +199,7 @@ class Trainer:
         if start.checkpoint is not None:
             with explain_chat_label_change(task, source_run_dir):
                 progress = restore_rest(start, rest, config.run.seed, loader, validation, world)
-            check_length(progress.step, total_steps, config.train)
+            check_not_fewer_steps(progress.step, total_steps, config.train)
             if source_run_dir != config.run_dir:
                 check_new_steps(progress.step, total_steps, config.train)
             log_changed_schedule(start.changed_schedule, progress.step, total_steps, config.optim)

@@ -14,7 +14,7 @@ from drawbar.commands.conversion.deepspeed_folders import read_deepspeed
 from drawbar.commands.conversion.foreign_state import ForeignState, convert_to_model, keeps_adamw_state
 from drawbar.commands.conversion.trainer_folders import read_trainer
 from drawbar.commands.output_files import check_new_folder, writing
-from drawbar.config.io.compare import check_length
+from drawbar.config.io.compare import check_not_fewer_steps
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo, choose_device
@@ -61,7 +61,7 @@ def import_run(source: Path, form: str, config: RunConfig, task_type: type[Task]
     ):
         state = READERS[form](source, model, Path(scratch))
         if config.train.steps is not None:
-            check_length(state.step, config.train.steps, config.train)
+            check_not_fewer_steps(state.step, config.train.steps, config.train)
         weights, optimizer = convert_to_model(state, model, config, source)
         snapshot = Snapshot(state.step, weights, optimizer, {}, _values(state.step, config))
         write_run(

@@ -127,7 +127,7 @@ def check_same(folder: Path, config: RunConfig, stored_step: int | None = None) 
             f"{_other_ways(made) if stored_step is None else ''}",
         )
     if config.train.steps is not None:
-        check_length(made, config.train.steps, config.train)
+        check_not_fewer_steps(made, config.train.steps, config.train)
     return [difference for difference in _all_differences(old, config) if difference.key in SCHEDULE]
 
 
@@ -147,7 +147,7 @@ def changed_schedule(source: Path, config: RunConfig) -> list[Difference]:
     return found
 
 
-def check_length(made: int, total_steps: int, config: TrainSection) -> None:
+def check_not_fewer_steps(made: int, total_steps: int, config: TrainSection) -> None:
     """Refuse to train for fewer steps than were made.
 
     Args:
@@ -165,7 +165,7 @@ def check_length(made: int, total_steps: int, config: TrainSection) -> None:
 
 def check_new_steps(made: int, total_steps: int, config: TrainSection) -> None:
     """Refuse a new run without a step to make: all were made by the run whose checkpoint it begins from. Arguments as
-    for ``check_length``."""
+    for ``check_not_fewer_steps``."""
     if made >= total_steps:
         setting, value = _length(config)
         raise UserError(

@@ -32,6 +32,7 @@ class JobRecord:
     run_dir: str
     """Absolute, as are all paths here."""
     workdir: str
+    """The folder that it was submitted from; it may run in another (``Job.workdir``)."""
     log: str
     script: str
     """The file with what ``Launcher.render`` returned, in the job's folder (of a sweep: in the sweep's)."""

@@ -1,5 +1,4 @@
-"""Requeues a failed Slurm job that has recorded bad nodes, without these nodes or, if one was lost, as it is; or ends
-it."""
+"""Requeues a failed Slurm job that has recorded bad nodes: without them, or as it is if one of them was lost."""
 
 import os
 import subprocess
@@ -21,7 +20,7 @@ finds out."""
 
 
 def requeue(run_dir: Path, job: str, mode: str) -> int:
-    """Put the job back into the queue, or print why not. Returns ``REQUEUED``, ``GAVE_UP`` or ``NO_BAD_NODES``.
+    """Put the job back into the queue, if ``mode`` says so and Slurm can. Returns ``REQUEUED``, ``GAVE_UP`` or ``NO_BAD_NODES``.
 
     Args:
         job: what Slurm requeues: of an array element ``ARRAY_INDEX``, though it has a job id of its own.

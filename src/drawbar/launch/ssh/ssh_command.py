@@ -101,7 +101,7 @@ def forwarded(patterns: Iterable[str], environ: Mapping[str, str], set_already: 
 
 
 def describe(name: str, starts: Sequence[RemoteStart]) -> str:
-    """What would run, for people and for bash: the commands, and what each host reads."""
+    """What would run, as text to read in bash's syntax: the ssh commands, and what each host reads."""
     first = starts[0]
     hidden = dict.fromkeys(first.host_job.environment, _HIDDEN)
     shown = asdict(replace(first.host_job, environment=hidden, config="", launch_id="drawbar-…"))
