@@ -112,7 +112,7 @@ def write_manifest(
 
     Args:
         names: files that were just written.
-        known: files that are on the disk already.
+        known: entries of files that were written before, here or on another node's disk.
         parts: size of each part file, for a checkpoint of format 2.
         disks: the part files on each disk, where nodes share none.
 

@@ -133,8 +133,8 @@ class ModelExecutor:
                 yield maybe_with_targets(self.task, type(batch)(shard, batch.ids), self.loss_in_head)
 
 
-class Schedule(Protocol):
-    """Training steps of a pipeline: torch's or DeepSpeed's."""
+class TrainingPipeline(Protocol):
+    """Training steps through the stages of a pipeline: ``Pipeline`` (torch) or ``DeepSpeedPipeline``."""
 
     def round_up_micro_batches(self, count: int) -> int:
         """The smallest number of micro-batches, at least ``count``, that the schedule accepts."""
@@ -160,7 +160,7 @@ class PipelineExecutor:
         task: Task,
         stages: nn.Module,
         training_module: nn.Module,
-        pipeline: Schedule,
+        pipeline: TrainingPipeline,
         pipeline_inference: PipelineInference,
         world: Distributed,
         precision: str,

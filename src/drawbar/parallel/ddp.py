@@ -1,4 +1,5 @@
-"""Replicated parameters, gradients averaged by torch's DistributedDataParallel."""
+"""Replicas by torch's DistributedDataParallel; and ``gradient_sync``: in which micro-batch gradients are reduced, under
+DDP, FSDP and for replicas on a mesh."""
 
 import inspect
 import warnings

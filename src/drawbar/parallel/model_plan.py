@@ -68,7 +68,7 @@ class ModelParallelPlan:
     the sequence, outside of attention and feed-forward. Without it, the gradient of the input of each attention and
     feed-forward is all-reduced once, not once for each linear layer in it."""
     sequence_refusal: str = ""
-    """Why they may not, for the error."""
+    """Why ``parallel.sequence`` is refused where there are none, for the error."""
     pipeline: PipelinePlan | None = None
     """None where the model cannot be split into stages."""
     pipeline_refusal: str = ""

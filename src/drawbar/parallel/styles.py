@@ -5,7 +5,7 @@ stay one tensor. So these styles only convert inputs and outputs.
 
 Plain linear layers and embeddings compute with the plain tensors of this rank, too: for each operator on DTensors torch
 looks up the placements of its inputs, which costs the host many times what the operator itself does, and for each new
-shape, as each new length of a micro-batch has, it finds that out anew (some milliseconds). Other layers (fp8, whose
+shape (each new length of a micro-batch gives one) it works out the placements anew, in some milliseconds. Other layers (fp8, whose
 scales are those of the full tensors), and the head, whose logits may stay sharded, compute with DTensors.
 """
 

@@ -1,7 +1,7 @@
 """``drawbar parity``: does a strategy compute what one process computes?
 
-Rank 0 trains alone first, in fp32 (to compare in lower precision, only the first step; the last one it makes after each
-strategy, from that strategy's state: see ``reference``). Then all ranks train together under one strategy after
+Rank 0 trains alone first, in fp32 (to compare in lower precision, only the first step; and, after each strategy, that
+strategy's last step again, from the state before it: see ``reference``). Then all ranks train together under one strategy after
 another, with a new process group for each. If a strategy differs, a step of few rows is made both ways to find the
 first module that differs."""
 

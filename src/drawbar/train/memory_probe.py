@@ -185,8 +185,8 @@ def _probe(loader: TrainLoader[Batch], engine: Engine, updater: TorchUpdater, me
 
 
 def _most_rows(loader: TrainLoader[Batch], config: RunConfig, longest: int | None) -> int:
-    """A rank's share of the global batch. If rows are padded to the longest beside them, no more than
-    ``MICRO_BATCH_TOKENS`` tokens hold: in a larger one they are padded more, and that costs more than it gains.
+    """The most rows to try: a rank's share of the global batch; where rows are padded to the longest beside them, at
+    most ``MICRO_BATCH_TOKENS`` tokens of them: in a larger micro-batch more is padding, which costs more than it gains.
 
     Args:
         longest: tokens of the longest row; None where rows have no tokens.

@@ -20,7 +20,8 @@ finds out."""
 
 
 def requeue(run_dir: Path, job: str, mode: str) -> int:
-    """Put the job back into the queue, if ``mode`` says so and Slurm can. Returns ``REQUEUED``, ``GAVE_UP`` or ``NO_BAD_NODES``.
+    """Put the job back into the queue, if ``mode`` says so and Slurm can. Returns ``REQUEUED``, ``GAVE_UP`` or
+    ``NO_BAD_NODES``.
 
     Args:
         job: what Slurm requeues: of an array element ``ARRAY_INDEX``, though it has a job id of its own.

@@ -93,7 +93,7 @@ class PipelineInference:
 
     def _in_turns(self, kwargs: Arguments, rows: int, length: int) -> Tensor | None:
         rank, ranks = self.group.rank(), self.group.size()
-        whole = {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
+        for_all_positions = {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
         stages = ranks * len(self.stage_modules)
         out: Tensor | None = None
         for chunk, module in enumerate(self.stage_modules):
@@ -103,7 +103,7 @@ class PipelineInference:
                 hidden_BLH = torch.empty((rows, length, self.width), device=self.device)
                 dist.recv(hidden_BLH, group=self.group, group_src=(rank - 1) % ranks)
                 received = (hidden_BLH,)
-            out = module(*received, **(kwargs if stage == stages - 1 else whole)).float().contiguous()
+            out = module(*received, **(kwargs if stage == stages - 1 else for_all_positions)).float().contiguous()
             if stage < stages - 1:
                 dist.send(out, group=self.group, group_dst=(rank + 1) % ranks)
         return out if self.last else None
