@@ -1,5 +1,6 @@
 """What is left of a launch over ssh, however it ends: with a program whose processes end only when they are killed."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 
 import drawbar
+from drawbar.errors import ExitCode
 from harness import wait_until
+from messages import check_one_message
 from sshd import Sshd, children, processes
 
 SOURCE = Path(drawbar.__file__).parents[1]
@@ -32,7 +35,7 @@ cluster = ClusterSection(ssh_config=config, environment={"MARK": mark, "PYTHONPA
 job = Job("job", (sys.executable, *words), Path.cwd(), Path.cwd(), cluster=cluster)
 starts = remote_starts(job, parse_hosts("gpu1,gpu2"))
 try:
-    sys.exit(supervise([replace(s, job=replace(s.job, patience=float(patience))) for s in starts], 60))
+    sys.exit(supervise([replace(s, host_job=replace(s.host_job, patience=float(patience))) for s in starts], 60))
 except UserError as error:
     sys.exit(print(f"error: {error}", file=sys.stderr) or error.exit_code)
 """
@@ -171,3 +174,20 @@ def test_a_signal_before_the_command_could_listen_loses_nothing(sshd: Sshd, tmp_
     with launch(sshd, tmp_path) as launched:
         launched.process.send_signal(signal.SIGUSR1)
         assert launched.code() == 75, launched.output()
+
+
+def test_another_version_on_a_host_is_told() -> None:
+    """A job with a part that this version does not know."""
+    program = "import os; from drawbar.launch.node.entry.ssh_host import work; raise SystemExit(work(os.getppid()))"
+    job = {"launch_id": "x", "node": 0, "names": ["gpu1"], "argv": ["python"], "config": "", "of_tomorrow": 1}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps({"job": job}) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == ExitCode.WRONG_REQUEST, done.stderr
+    check_one_message(
+        done.stderr, "different versions of drawbar", "of_tomorrow", "install the same version on every host"
+    )

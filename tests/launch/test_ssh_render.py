@@ -103,7 +103,7 @@ def test_what_is_forwarded() -> None:
 
 def test_jobs_arrive_as_they_are() -> None:
     job = replace(JOB, workdir=Path("/odd\udcff"), argv=tuple(HOSTILE), cluster=CLUSTER)
-    sent = remote_starts(job, [Host("a")])[0].job
+    sent = remote_starts(job, [Host("a")])[0].host_job
     assert HostJob.from_json(json.loads(sent.message())["job"]) == sent
     assert submitter_message(endpoint="a:1") == ANSWER + host_message(endpoint="a:1")
 

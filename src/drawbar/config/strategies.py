@@ -24,8 +24,8 @@ class Strategy:
 
     name: str
     builder: str | Callable[..., Any]
-    """``build(task, config, world)``, which returns the engine's parts, or where it is (``package.module:function``):
-    only ranks import it."""
+    """``build(task, config, world)``, which returns the engine's parts (``world`` is the ``Distributed``), or where it
+    is (``package.module:function``): only ranks import it."""
     one_process: bool = False
     """It runs in one process."""
     many_devices: bool = False

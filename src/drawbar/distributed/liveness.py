@@ -46,7 +46,8 @@ class Liveness:
         self._entered = 0
         self._activity_changes = 0
         self._heartbeats = 0
-        """Written by the thread of heartbeats alone; the activity, its changes and ``_entered`` by the main thread alone."""
+        """Written by the thread of heartbeats alone; the activity, its changes and ``_entered`` by the main thread
+        alone."""
         self._is_working = False
         self._is_waiting = False
         self._last_published: RankActivity | None = None

@@ -24,8 +24,8 @@ Arguments = dict[str, Any]
 
 DECODERS = {"gemma", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite", "llama", "mistral", "mixtral"}
 DECODERS |= {"olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"}
-"""transformers keeps samples apart where position_ids restart (with flash attention only in a batch of one row; more
-rows are refused)."""
+"""Where attention is not computed by segment (``attends_by_segment``), transformers keeps samples apart where
+position_ids restart (with flash attention only in a batch of one row; more rows are refused)."""
 WITHOUT_SDPA = {"gptj"}
 ENCODERS = {"bert", "distilbert", "electra"} | COUNTS_FROM_PAD
 """They take positions and a mask of four dims, and classify a text by its first token."""

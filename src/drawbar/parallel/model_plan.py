@@ -66,7 +66,7 @@ class ModelParallelPlan:
     sequence_blocks: str | None = None
     """The ``ModuleList`` of repeated blocks, or None. With ``parallel.sequence``, activations in them are sharded along
     the sequence, outside of attention and feed-forward. Without it, the gradient of the input of each attention and
-    feed-forward is all-reduced once, not once for each linear layer in it."""
+    feed-forward is all-reduced once, and not once for each linear layer in it, if all of these have a style."""
     sequence_refusal: str = ""
     """Why ``parallel.sequence`` is refused where there are none, for the error."""
     pipeline: PipelinePlan | None = None

@@ -5,8 +5,8 @@ stay one tensor. So these styles only convert inputs and outputs.
 
 Plain linear layers and embeddings compute with the plain tensors of this rank, too: for each operator on DTensors torch
 looks up the placements of its inputs, which costs the host many times what the operator itself does, and for each new
-shape (each new length of a micro-batch gives one) it works out the placements anew, in some milliseconds. Other layers (fp8, whose
-scales are those of the full tensors), and the head, whose logits may stay sharded, compute with DTensors.
+shape (each new length of a micro-batch gives one) it works out the placements anew, in some milliseconds. Other layers
+(fp8, whose scales are those of the full tensors), and the head, whose logits may stay sharded, compute with DTensors.
 """
 
 from collections.abc import Iterator, Sequence

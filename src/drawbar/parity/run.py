@@ -1,9 +1,10 @@
 """``drawbar parity``: does a strategy compute what one process computes?
 
 Rank 0 trains alone first, in fp32 (to compare in lower precision, only the first step; and, after each strategy, that
-strategy's last step again, from the state before it: see ``reference``). Then all ranks train together under one strategy after
-another, with a new process group for each. If a strategy differs, a step of few rows is made both ways to find the
-first module that differs."""
+strategy's last step again, from the state before it: see ``reference``). Then all ranks train together under one
+strategy after another, with a new process group for each. If a strategy differs, a step of few rows is made both ways
+to find the first module that differs.
+"""
 
 import gc
 import logging

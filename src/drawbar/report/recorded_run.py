@@ -72,7 +72,8 @@ class RecordedRun:
     @property
     def padding(self) -> str:
         """A sentence about the share of padding in the batches, as far as the files tell it."""
-        if any(checkpoint.resolved.get("padding_free") is True for checkpoint in self.checkpoints):
+        joined = any(checkpoint.resolved.get("padding_free") is True for checkpoint in self.checkpoints)
+        if joined and self.settings.get("data.batching") != "packed":  # packed rows are still padded to one length
             return "None: the samples of a micro-batch lie end to end in one row (data.padding_free)."
         packed = _ROWS.match(self.history.messages.get(PACKED, ""))
         tokens = _TOKENS.match(self.history.messages.get(TRAIN, ""))

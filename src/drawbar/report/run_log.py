@@ -82,7 +82,7 @@ def read_history(run_dir: Path) -> RunHistory:
     """Read a run's history. Raises OSError where the log is there, and cannot be read."""
     found = RunHistory()
     kept: deque[RunEvent] = deque(maxlen=MOST_EVENTS)
-    total = 0
+    total, follows_start = 0, False
     for when, level, text in _log_records(run_dir / LOG_FILE):
         if match := _RESUMED.match(text):
             found.resumed.add(int(match.group(1)))
@@ -94,11 +94,13 @@ def read_history(run_dir: Path) -> RunHistory:
                 found.messages[beginning] = text.removeprefix(beginning)
         kind = _kind(level, text)
         if kind is not None:
-            if kind == OPENED and kept and kept[-1].kind == START:  # the command logged its strategy, as a start does
+            # commands of older versions logged a strategy right before the checkpoint that they opened
+            if kind == OPENED and kept and follows_start:
                 kept.pop()
                 total -= 1
             kept.append(RunEvent(when, kind, text))
             total += 1
+        follows_start = kind == START
     found.left_out = total - len(kept)
     end = [event for event in _end(run_dir) if event.text not in {logged.text for logged in kept}]
     found.events = sorted([*kept, *_job_events(run_dir), *end], key=lambda event: event.time)

@@ -1,4 +1,5 @@
-"""``data.padding_free``: decides whether micro-batches are computed without padding, and collates them so."""
+"""Decides ``data.padding_free``: whether the samples of a micro-batch are joined in one row, or attention over packed
+rows is computed by segment; and collates micro-batches so."""
 
 from dataclasses import dataclass
 

@@ -6,7 +6,7 @@ ssh -T -o BatchMode=yes -o ControlMaster=no -o RemoteCommand=none -o ClearAllFor
 exec /opt/env/bin/python -P -m drawbar.launch.node.entry.ssh_host
 
 # drawbar there reads one more line: in it config is the text below, and node the host's number: gpu1 is node 0.
-# {"job": {"launch_id": "drawbar-\u2026", "node": 0, "names": ["gpu1"], "argv": ["/opt/env/bin/python", "-m", "drawbar", "train"], "config": "", "workdir": "/home/me/project", "environment": {"HF_TOKEN": "***", "NCCL_DEBUG": "***"}, "interface": null, "script": null, "patience": 60}}
+# {"job": {"launch_id": "drawbar-\u2026", "node": 0, "names": ["gpu1"], "argv": ["/opt/env/bin/python", "-m", "drawbar", "train"], "config": "", "workdir": "/home/me/project", "environment": {"HF_TOKEN": "***", "NCCL_DEBUG": "***"}, "interface": null, "program": null, "patience": 60}}
 #
 # run:
 #   name: wikitext-gpt2

@@ -294,7 +294,7 @@ def test_the_digest_is_that_of_the_frozen_values_alone() -> None:
         if change is not None:
             with torch.no_grad():
                 model.get_parameter(change).view(-1)[-1].nextafter_(torch.tensor(9.0))
-        return add_adapters_to_base(model, LoraSection(train=["pooler.dense"]), new=[]).digest
+        return add_adapters_to_base(model, LoraSection(train=["pooler.dense"]), without_file=[]).digest
 
     whole = digest(None)
     assert digest("bert.embeddings.word_embeddings.weight") != whole

@@ -14,6 +14,7 @@ from drawbar.launch.jobs.records import JobEnd, JobRecord, append_records
 from drawbar.launch.jobs.run_status import write_run_status
 from drawbar.report.page_file import MARKER
 from drawbar.report.report_page import write_report
+from drawbar.report.run_log import read_history
 from drawbar.util.run_dir import LOCK_FILE
 from harness import Finished, run_cli
 from messages import check_one_message
@@ -96,6 +97,28 @@ def test_a_run_without_padding_says_so(project: Path, tmp_path: Path, padding_fr
         values["formats"]["padding_free"] = padding_free
         state.write_text(json.dumps(values))
     assert ("end to end in one row" in page_of(run).source) is padding_free
+
+
+def test_packed_rows_have_padding_though_they_are_padding_free(project: Path, tmp_path: Path) -> None:
+    """``data.padding_free`` changes their attention alone."""
+    run = copy(project, tmp_path)
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("batching: padded", "batching: packed"))
+    for state in run.glob("checkpoints/*/state.json"):
+        values = json.loads(state.read_text())
+        values["formats"]["padding_free"] = True
+        state.write_text(json.dumps(values))
+    assert "batching: packed" in config.read_text()
+    assert "end to end in one row" not in page_of(run).source
+
+
+def test_an_evaluation_leaves_the_start_of_a_killed_run(project: Path, tmp_path: Path) -> None:
+    run = copy(project, tmp_path)
+    with (run / "logs" / "rank-0000.log").open("a", encoding="utf-8") as log:
+        log.write("2030-01-01 00:00:00,000 INFO strategy: zero1 (as set; 2 processes)\n")
+        log.write("2030-01-01 00:00:01,000 INFO training: 7 samples\n")
+        log.write("2030-01-01 00:00:02,000 INFO checkpoint: runs/tiny/checkpoints/step-00000008\n")
+    assert read_history(run).strategy == "zero1 (as set; 2 processes)"
 
 
 def test_several_runs(project: Path) -> None:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -114,8 +114,9 @@ def work(parent: int) -> int:
     for number in _SIGNALS:
         signal.signal(number, pass_on)
     try:
-        job = HostJob.from_json(channel.wait_for("job", HostJob.patience))
+        values = channel.wait_for("job", HostJob.patience)
         _write(1, submitter_message(hello={"address": _connection_addresses()[1]}))
+        job = _read_job(values)
         _change_directory(job)
         return _run(job, _find_endpoint(job, channel), channel)
     except _Ended as end:
@@ -128,6 +129,16 @@ def _connection_addresses() -> tuple[str, str]:
     """The addresses of the submitting process's machine and of this host, as sshd sees them."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     return (words[0], words[2]) if len(words) == 4 else ("127.0.0.1", "127.0.0.1")
+
+
+def _read_job(values: Mapping[str, Any]) -> HostJob:
+    try:
+        return HostJob.from_json(values)
+    except (KeyError, TypeError) as error:
+        raise _fail(
+            f"the submitting machine and this host have different versions of drawbar: {error}",
+            "install the same version on every host",
+        ) from error
 
 
 def _change_directory(job: HostJob) -> None:
