@@ -6,7 +6,8 @@ and three rows of numbers: the file of each box, where the box begins in the ten
     {"name": "lm_head.weight", "dtype": "F32", "shape": [1024, 64], "aliases": [],
      "files": [0, 1], "offsets": [0, 0, 512, 0], "sizes": [512, 64, 512, 64]}
 
-The boxes of a file lie in it one behind the other, in the order of the index, from its ``begin`` on to its end.
+The boxes of a file lie in it one behind the other, in the order of the index: from its ``begin`` (the end of its
+header) on to its end.
 An index is validated when it is made, and again when it is read.
 """
 
@@ -66,7 +67,7 @@ class TensorIndex:
     """The locations of a checkpoint's tensors.
 
     Args:
-        files: name and ``begin`` of each part file.
+        files: name of each part file, and its ``begin``: the bytes of its header.
         tensors: ``model`` and ``optimizer`` → name → tensor. Their ``begins`` are set here.
         sizes: of the part files, in bytes.
 

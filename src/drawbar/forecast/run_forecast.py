@@ -46,6 +46,8 @@ COUNTED, ESTIMATED = "counted", "estimated from a similar configuration"
 COPY_SPEED = 10e9
 """Bytes a second from a device to pinned memory of its host, as assumed: training waits for a checkpoint's copy."""
 TIMEOUT_SECONDS = 600.0
+_BUCKETS_BYTES = 2 * 4 * 500_000_000
+"""Two of DeepSpeed's buckets of gradients in fp32, at its default size. They are no larger than all gradients."""
 
 
 @dataclass(frozen=True)
@@ -318,8 +320,8 @@ def _with_deepspeed_shares(rank: RankForecast, config: RunConfig, ranks: int, on
         "gradients": rank.gradients // (data if stage >= 2 else 1),
         "parameters": rank.parameters // (data if stage >= 3 else 1),
     }
-    # at its peak a replica has all of its state; DeepSpeed's buckets hold up to as much as a replica's gradients
-    buckets = min(rank.gradients, 2 * 4 * 500_000_000) if stage >= 1 else 0
+    # the peak that was counted has a replica's whole state, in whose place the shares are put
+    buckets = min(rank.gradients, _BUCKETS_BYTES) if stage >= 1 else 0
     by_kind = {**kept, **share, "communication": kept["communication"] + buckets}
     if on_gpu and offload_optimizer(config) != NOWHERE:
         by_kind |= {"optimizer": 0} | ({"gradients": 0} if stage >= 2 else {})

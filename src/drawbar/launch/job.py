@@ -36,8 +36,8 @@ class Job:
     container: Container | None = None
     """The container in which ``argv`` and drawbar's own programs run; None if they run on the node itself."""
     elements: "tuple[Job, ...]" = ()
-    """The runs of a sweep. The nodes, processes, cluster, environment and code of this job are then those of all; each
-    run has its own name, configuration, settings and directory."""
+    """The runs of a sweep. The nodes, cluster, environment and code of this job are then those of all, and
+    ``processes`` the most of any; each run has its own name, configuration, settings, directory and processes."""
     at_once: int | None = None
     """The most elements that may run at the same time; None for no limit."""
     version: str | None = None

@@ -137,8 +137,9 @@ def _add_time(
 def _seconds_stopped(last: float, now: float, history: RunHistory) -> float:
     """Seconds from the stop to the start, between two lines of which the second is that of a resumed process.
 
-    Without a start in the log at that time (it is of another time zone, say), all seconds. Of a process that was
-    killed no end is logged: then from the line before, or, where it wrote no line, from that process's start.
+    Without a start in the log at that time (it is of another time zone, say), all seconds. Between the two
+    lines several processes may have started. A stop begins at the logged end of the process before; if that was killed,
+    at the first of the two lines or, where it started after that and wrote no line, at its own start.
     """
     starts = sorted(time for time in history.resume_times if last <= time <= now)
     if not starts:

@@ -1,5 +1,6 @@
-"""Decides ``data.padding_free``: whether the samples of a micro-batch are joined in one row, or attention over packed
-rows is computed by segment; and collates micro-batches so."""
+"""Decides ``data.padding_free``. Where it is true, the samples of a micro-batch are joined in one row, and with
+``data.batching=packed``, whose rows are joined already, attention is computed by segment; where it is false, neither.
+Also collates micro-batches so."""
 
 from dataclasses import dataclass
 

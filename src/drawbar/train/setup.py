@@ -43,7 +43,8 @@ from drawbar.tasks.task_registry import is_named, task_class
 from drawbar.tasks.user_methods import make_task, name_failing_method
 from drawbar.util.atomic_files import sync, write_durably
 
-TASK_FILE = "task.json"
+METADATA_FILE = "task.json"
+"""In a run directory: the dataset metadata of the run's task."""
 ADDS_SPECIAL_TOKENS = "wraps_texts"
 """Marker file: the tokenizer adds the special tokens itself; without it (older runs), the task did."""
 
@@ -137,8 +138,8 @@ def _saved_parts(task_type: type[Task], config: RunConfig, source_run_dir: Path)
     parts: dict[str, Any] = {}
     if (source_run_dir / "tokenizer").is_dir() and not _has_other_tokenizer(config.task, source_run_dir):
         parts["tokenizer"] = _saved_tokenizer(task_type, config.task, source_run_dir)
-    if (source_run_dir / TASK_FILE).exists():
-        parts["dataset_metadata"] = json.loads((source_run_dir / TASK_FILE).read_text("utf-8"))
+    if (source_run_dir / METADATA_FILE).exists():
+        parts["dataset_metadata"] = json.loads((source_run_dir / METADATA_FILE).read_text("utf-8"))
     return parts
 
 
@@ -223,8 +224,8 @@ def save_task(task: Task, run_dir: Path) -> None:
     elif defined_in is not None:
         script = {"script": str(Path(defined_in).absolute()), "class": type(task).__qualname__}
         write_durably(run_dir / SCRIPT_FILE, json.dumps(script, ensure_ascii=False) + "\n")
-    if task.dataset_metadata and not (run_dir / TASK_FILE).exists():
-        write_durably(run_dir / TASK_FILE, json.dumps(task.dataset_metadata, ensure_ascii=False, indent=2) + "\n")
+    if task.dataset_metadata and not (run_dir / METADATA_FILE).exists():
+        write_durably(run_dir / METADATA_FILE, json.dumps(task.dataset_metadata, ensure_ascii=False, indent=2) + "\n")
 
 
 def on_one_process(config: RunConfig) -> RunConfig:

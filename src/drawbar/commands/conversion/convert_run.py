@@ -28,11 +28,11 @@ from drawbar.optim.optimizers import build_optimizers
 from drawbar.runtime.on_demand_tensors import OnDemandTensors
 from drawbar.runtime.safetensors_reader import StoredTensors
 from drawbar.tasks.task import Task
-from drawbar.train.setup import TASK_FILE, on_one_process, task_of_run
+from drawbar.train.setup import METADATA_FILE, on_one_process, task_of_run
 from drawbar.util.new_folder import new_folder
 
 OWN_FORMATS = ("whole", "parts")
-_RUN_FILES = ("tokenizer", INITIAL_MODEL, TASK_FILE, SCRIPT_FILE)
+_RUN_FILES = ("tokenizer", INITIAL_MODEL, METADATA_FILE, SCRIPT_FILE)
 """What a run needs besides its configuration and its checkpoints."""
 
 

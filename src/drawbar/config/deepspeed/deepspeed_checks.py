@@ -14,7 +14,7 @@ from drawbar.config.io.load_config import LoadedConfig
 
 OPTIMIZERS = ("adamw", "sgd", "adafactor")
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-PARAMS, WARMUP = "optimizer.params", "scheduler.params"
+OPTIMIZER_PARAMS, SCHEDULER_PARAMS = "optimizer.params", "scheduler.params"
 
 
 @dataclass
@@ -167,16 +167,21 @@ def _compare_optimizer(check: FileCheck) -> None:
             )
         elif name != optim.name:
             check.contradict("optimizer.type", "optim.name", "it is another optimizer", f"set optim.name={name}")
-        if file.at(f"{PARAMS}.adam_w_mode") is False and (file.at(f"{PARAMS}.weight_decay") or optim.weight_decay) != 0:
+        if (
+            file.at(f"{OPTIMIZER_PARAMS}.adam_w_mode") is False
+            and (file.at(f"{OPTIMIZER_PARAMS}.weight_decay") or optim.weight_decay) != 0
+        ):
             reason = "weight decay is decoupled here, as in AdamW"
-            check.refuse_value(f"{PARAMS}.adam_w_mode", False, reason, "remove it, or set optim.weight_decay=0")
+            check.refuse_value(
+                f"{OPTIMIZER_PARAMS}.adam_w_mode", False, reason, "remove it, or set optim.weight_decay=0"
+            )
     for name in ("lr", "betas", "eps", "weight_decay"):
-        check.expect(f"{PARAMS}.{name}", f"optim.{name}", getattr(optim, name))
-    check.expect(f"{PARAMS}.momentum", "optim.momentum", optim.momentum or 0.0)
+        check.expect(f"{OPTIMIZER_PARAMS}.{name}", f"optim.{name}", getattr(optim, name))
+    check.expect(f"{OPTIMIZER_PARAMS}.momentum", "optim.momentum", optim.momentum or 0.0)
     clip = check.loaded.config.train.gradient_clip
-    check.expect(f"{PARAMS}.max_grad_norm", "train.gradient_clip", clip or 0.0)
-    if file.at(f"{PARAMS}.bias_correction") is False:
-        check.refuse_value(f"{PARAMS}.bias_correction", False, "adamw here corrects the bias", "remove it")
+    check.expect(f"{OPTIMIZER_PARAMS}.max_grad_norm", "train.gradient_clip", clip or 0.0)
+    if file.at(f"{OPTIMIZER_PARAMS}.bias_correction") is False:
+        check.refuse_value(f"{OPTIMIZER_PARAMS}.bias_correction", False, "adamw here corrects the bias", "remove it")
 
 
 def _compare_schedule(check: FileCheck) -> None:
@@ -194,17 +199,19 @@ def _compare_schedule(check: FileCheck) -> None:
     if config.optim.schedule != schedule:
         remedy = f"set optim.schedule={schedule}"
         check.contradict("scheduler.type", "optim.schedule", f"{kind} is {schedule}", remedy)
-    check.expect(f"{WARMUP}.warmup_max_lr", "optim.lr", config.optim.lr)
-    check.expect(f"{WARMUP}.cos_min_ratio", "optim.min_lr_ratio", config.optim.min_lr_ratio)
+    check.expect(f"{SCHEDULER_PARAMS}.warmup_max_lr", "optim.lr", config.optim.lr)
+    check.expect(f"{SCHEDULER_PARAMS}.cos_min_ratio", "optim.min_lr_ratio", config.optim.min_lr_ratio)
     if kind == "WarmupDecayLR" and config.optim.min_lr_ratio:
         remedy = "set optim.min_lr_ratio=0"
         check.contradict("scheduler.type", "optim.min_lr_ratio", "it decays to warmup_min_lr", remedy)
     for name in ("warmup_min_lr", "warmup_min_ratio"):
-        if value := file.at(f"{WARMUP}.{name}"):
-            check.refuse_value(f"{WARMUP}.{name}", value, "the warm-up here begins at 0", 'write 0, or "auto"')
-    if (last := file.at(f"{WARMUP}.last_batch_iteration")) not in (None, -1):
+        if value := file.at(f"{SCHEDULER_PARAMS}.{name}"):
+            check.refuse_value(
+                f"{SCHEDULER_PARAMS}.{name}", value, "the warm-up here begins at 0", 'write 0, or "auto"'
+            )
+    if (last := file.at(f"{SCHEDULER_PARAMS}.last_batch_iteration")) not in (None, -1):
         reason = "a run goes on from the step of its checkpoint"
-        check.refuse_value(f"{WARMUP}.last_batch_iteration", last, reason, "remove it")
+        check.refuse_value(f"{SCHEDULER_PARAMS}.last_batch_iteration", last, reason, "remove it")
     _compare_steps(check)
 
 
@@ -215,8 +222,8 @@ def _compare_steps(check: FileCheck) -> None:
     if steps is None and total is not None:
         steps = math.ceil(warmup * total)  # as drawbar.optim.schedules.warmup_steps
     for key, setting, expected in (
-        (f"{WARMUP}.total_num_steps", "train.steps", total),
-        (f"{WARMUP}.warmup_num_steps", "optim.warmup", steps),
+        (f"{SCHEDULER_PARAMS}.total_num_steps", "train.steps", total),
+        (f"{SCHEDULER_PARAMS}.warmup_num_steps", "optim.warmup", steps),
     ):
         value = file.at(key)
         if value is not None and expected is None:
@@ -228,13 +235,14 @@ def _compare_steps(check: FileCheck) -> None:
             )
         else:
             check.expect(key, setting, expected)
-    shape = file.at(f"{WARMUP}.warmup_type")
+    shape = file.at(f"{SCHEDULER_PARAMS}.warmup_type")
     if shape not in (None, "linear"):
         remedy = 'write "warmup_type": "linear"'
-        check.refuse_value(f"{WARMUP}.warmup_type", shape, "the warm-up here is a straight line", remedy)
+        check.refuse_value(f"{SCHEDULER_PARAMS}.warmup_type", shape, "the warm-up here is a straight line", remedy)
     elif shape is None and steps != 0:
         file.note(
-            f"{WARMUP}.warmup_type", "DeepSpeed's default is a logarithmic warm-up, and this run's is a straight line"
+            f"{SCHEDULER_PARAMS}.warmup_type",
+            "DeepSpeed's default is a logarithmic warm-up, and this run's is a straight line",
         )
 
 

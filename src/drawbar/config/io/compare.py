@@ -18,7 +18,7 @@ MAY_CHANGE: dict[str, str] = {
     "tracking": "what is written about the run, not the run",
     "callbacks": "what is done beside the run, not the run",
     "device": "the same run on other hardware",
-    "parallel": "every strategy computes the same update, up to rounding, which reduce_dtype and fp8 change",
+    "parallel": "every strategy computes the same update up to rounding; reduce_dtype and fp8 round differently",
     "deepspeed": "DeepSpeed computes the same update",
     "train.micro_batch": "the update does not depend on how a global batch is cut",
     "checkpoint": "when the state is saved, not what it is",

@@ -40,10 +40,10 @@ class TrainSection(Section):
     global_batch: Count = 32
     """Rows (samples, or packs of samples) in one optimizer step, over all processes and accumulation."""
     micro_batch: Count | Auto = "auto"
-    """Rows in one forward and backward on one process. It changes speed and memory, never the result.
-    `auto`: as many as 8,192 tokens allow; on CUDA as many as fit into the memory (with `data.batching: padded`, unless
-    padding-free: no more than those 8,192 tokens), found by trial steps before training and kept in the run directory
-    (not with `dp`, `deepspeed`, a pipeline or streaming)."""
+    """Rows in one forward and backward on one process. It changes speed and memory, never the result. `auto`: as many
+    as 8,192 tokens allow; on CUDA as many as fit into the memory, found by trial steps before training and kept in the
+    run directory, but no more than those 8,192 tokens where batches are padded (`data.batching: padded`, not
+    padding-free). There are no trials with `dp`, `deepspeed`, a pipeline or streaming."""
     micro_batch_tokens: Count | None = None
     """Instead of `micro_batch`: most tokens, padding included, in one forward and backward on one process."""
     steps: Count | None = None
