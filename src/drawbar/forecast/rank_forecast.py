@@ -1,4 +1,4 @@
-"""The forecast of one rank: what a step takes, counted in two of the run's own engine on fake tensors."""
+"""The forecast of one rank: what a step takes, counted in two steps of its engine on fake tensors."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

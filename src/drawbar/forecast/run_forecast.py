@@ -159,8 +159,9 @@ class Forecaster:
                 train = config.train.model_copy(update={"micro_batch": rows})
                 tried[rows] = self._forecast(config.model_copy(update={"train": train}), name, timeout)
             found = tried[rows].largest
-            held = 0 if config.parallel.offload else found.parameters + found.gradients + found.optimizer
-            return Trial(rows, held, found.peak.bytes)
+            # offloaded state takes none of the device's memory
+            resting = 0 if config.parallel.offload else found.parameters + found.gradients + found.optimizer
+            return Trial(rows, resting, found.peak.bytes)
 
         return tried[largest_that_fits(measure, lambda needed: needed <= self.machine.usable, most).rows]
 

@@ -114,8 +114,8 @@ def boxes_of_shard(
         yield every, tuple(offset)
         return
     begin = offset[fused.dim]
-    for stored, logical, length in fused.pieces(begin, begin + sizes[fused.dim], shape[fused.dim]):
-        part = (*every[: fused.dim], slice(stored - begin, stored - begin + length), *every[fused.dim + 1 :])
+    for sharded, logical, length in fused.pieces(begin, begin + sizes[fused.dim], shape[fused.dim]):
+        part = (*every[: fused.dim], slice(sharded - begin, sharded - begin + length), *every[fused.dim + 1 :])
         yield part, (*offset[: fused.dim], logical, *offset[fused.dim + 1 :])
 
 

@@ -9,8 +9,12 @@ import torch
 
 
 def seed_everything(seed: int, seed_rank: int = 0) -> None:
-    """Seed Python, NumPy and torch (CPU and GPU). Dropout then differs between ranks, but for those with the same
-    ``ParallelDims.seed_rank``."""
+    """Seed Python, NumPy and torch (CPU and GPU).
+
+    Args:
+        seed_rank: ranks with the same number draw the same numbers, as tensor-parallel ranks must (see
+            ``ParallelDims.seed_rank``); the dropout of others differs.
+    """
     mixed = (seed * 1_000_003 + seed_rank) % 2**63
     random.seed(mixed)
     np.random.seed(mixed % 2**32)

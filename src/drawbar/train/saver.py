@@ -32,7 +32,7 @@ class Saver:
     rank for each other disk. Training waits for the copy to host memory, and for an earlier save that is still being
     written.
 
-    A save that fails asks for a stop, so that all ranks end at the same step, once they have tried to save that one.
+    A save that fails asks for a stop, so that all ranks end after the same step, and try to save that one first.
     With ``checkpoint.on_error: warn``, a save that fails with a disk error is only skipped: the save before it is then
     the newest. The failed step cannot be the best one: the progress goes back to the best step and score before it
     (``confirm_best``).
@@ -99,8 +99,9 @@ class Saver:
         return len(self._failed)
 
     def has_saved(self, progress: RunProgress) -> bool:
-        """Whether this progress is that of the newest save, once nothing is being written any more. A save that failed
-        does not count; with ``checkpoint.on_error: stop``, ``wait`` raises its error. Every rank must call it."""
+        """Whether this progress is that of the newest save, once nothing is being written any more. With
+        ``checkpoint.on_error: warn``, a save that failed does not count. With ``stop`` it may count: call ``wait``,
+        which raises its error. Every rank must call it."""
         self._wait_and_agree(progress)
         return self.last_saved_progress == progress
 

@@ -103,7 +103,7 @@ def build_task(
 
 
 def check_script(task_type: type[Task], config: RunConfig) -> None:
-    """Raise UserError where a run would go on with another class than the one of a script that it began with."""
+    """Raise UserError where the run began with a task class that a script defines, and would go on with another."""
     found = script_of_run(config.run_dir)
     if found is None or found[1] == task_type.__qualname__:
         return

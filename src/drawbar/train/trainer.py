@@ -161,7 +161,7 @@ class Trainer:
         config = self.config
         disks = find_shared_disks(Path(config.run.dir), world, config.checkpoint)
         runs = dict.fromkeys((self.source_config.run_dir, config.run_dir))
-        lock = self._lock.take_if_run  # first: another process may be writing a checkpoint
+        lock = self._lock.take_if_run  # called before a disk is searched: another process may write there
         start = find_start_on_all_disks(self._find_start, disks, world, runs, self.resume, lock)
         with world.barrier_after("locking the run directory"):
             if disks.is_disk_leader:
@@ -194,7 +194,7 @@ class Trainer:
         micro_batch_dir = source_run_dir if resumed else config.run_dir
         found = fit_micro_batch(loader, engine, memory_of(world.device), micro_batch_dir, resumed)
 
-        seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # dropout differs by rank from here on
+        seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # dropout differs by rank, but for tp ranks
         progress = RunProgress()
         if start.checkpoint is not None:
             with explain_chat_label_change(task, source_run_dir):

@@ -19,7 +19,8 @@ class Rendezvous:
     """One node's part in a job of several nodes."""
 
     launch_id: str
-    """The same on all nodes, and another one for each launch; of a scheduler's job, ``launch_id_of`` its number."""
+    """The same on all nodes. Over ssh, another one for each launch; of a scheduler's job, ``launch_id_of`` its number,
+    so the same after each restart of the job (``restart_number``)."""
     endpoint: str
     """``address:port`` of the first node."""
     nodes: int
