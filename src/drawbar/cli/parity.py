@@ -141,7 +141,7 @@ def _compare(
     layers: int | None,
     as_json: bool,
 ) -> None:
-    """The part of one process."""
+    """What each process does: see ``run_process``."""
     from drawbar.models.folder import INITIAL_MODEL
     from drawbar.parity.run import run_process
     from drawbar.parity.workload import Workload

@@ -49,9 +49,10 @@ class Shuffled(Sampler):
 class Mixed(Sampler):
     """Rows of several sources in given proportions.
 
-    An epoch has as many places as there are rows. A source whose part is larger than its share of the rows is visited
-    more than once an epoch, any other at most once; each goes on in the next epoch where it stopped, so that over time
-    all rows of a source are visited equally often.
+    An epoch has as many places as there are rows. A source whose part is larger than its share of the rows gives
+    more rows an epoch than it has, any other at most as many. Each goes on in the next epoch where it stopped, in a new
+    order after each pass: a row may come twice in an epoch in which a pass ends, and over time all rows of a source are
+    visited equally often.
 
     Args:
         sizes: how many rows each source has; the rows of a source are consecutive.

@@ -18,7 +18,7 @@ class RankActivity(NamedTuple):
     """What one rank is doing: its entry in the store."""
 
     entered: int = 0
-    """Number of collectives it has entered: all ranks enter the same ones, in the same order."""
+    """Number of collectives it has waited for (``Liveness.wait``): all ranks enter the same ones, in the same order."""
     heartbeats: int = 0
     """Count of its heartbeats and changes of activity so far."""
     is_waiting: bool = False

@@ -65,7 +65,8 @@ class ShardCopier:
             if own or box.is_collective:
                 self._world.set_activity(f"copying {box.name}")  # shown by ranks that wait for this one
             if own == all_bands:  # one copy of the whole box is faster than one for each band
-                whole = replace(box, get=self._host_copy(box, previous).detach)  # made now; ``detach`` gives it
+                # copied here, once: ``get`` then returns this copy
+                whole = replace(box, get=self._host_copy(box, previous).detach)
                 found += [TensorBox(band.name, band.shape, band.offset, band.get()) for band in bands(whole)]
             elif own:
                 found += [

@@ -65,7 +65,7 @@ class TorchState:
     def gradients(self) -> dict[str, torch.Tensor]:
         scale = self.scaler.scale
         return host_copies(
-            self.gradients_equal_on_replicas(),  # all of them, with torch's optimizers
+            self.gradients_equal_on_replicas(),  # with torch's optimizers: all gradients of this rank
             self.should_keep((0,)),
             lambda name, tensor: self._full(name, tensor) / scale,
         )
@@ -136,7 +136,7 @@ class StagesState:
         found = self.world.gather_dict(self.stage_state.model(writers), writers)
         if self.world.rank not in writers:
             return {}
-        tied = self.tied()  # was gathered under the first of its names
+        tied = self.tied()  # a tied weight was gathered under the first of its names
         return {name: found[tied.get(name, name)] for name in saved_tensors(self.local.meta_model, self.config)}
 
     def optimizer(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from drawbar.errors import UserError
 
 # buffers are shared before evaluation and saving (``parallel.buffers``), and not in every forward. The setting of
-# torch 2.13, unlike the older one, leaves the broadcast on that DDP makes when it is built
+# torch 2.13, unlike the older one, does not switch off the broadcast that DDP makes when it is built
 _NEW_NAME = "forward_sync_buffers"
 _BUFFERS = _NEW_NAME if _NEW_NAME in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
 

@@ -3,9 +3,9 @@ weights and the processor's kernels.
 
 One process makes the step several times in that precision, and every module rounds its outputs once more, each time by
 other random numbers (Monte Carlo arithmetic: Parker 1997; for training: TTrace, Jiang et al. 2025, arXiv:2506.09280).
-The gradients that flow back are rounded alike. So whatever a strategy rounds otherwise (sums in another order, parts of
-sums, states between blocks) is covered. The largest difference of these steps from fp32, times ``MARGIN``, is the
-tolerance for a strategy.
+Autograd multiplies the gradients that flow back by the same random factors. So whatever a strategy rounds otherwise
+(sums in another order, parts of sums, states between blocks) is covered. The largest difference of these steps from
+fp32, times ``MARGIN``, is the tolerance for a strategy.
 """
 
 from collections.abc import Sequence

@@ -20,7 +20,8 @@ from drawbar.launch.node.process_tree import adopt_orphans, die_with_parent, sto
 from drawbar.launch.node.rank_environment import STATUS_VARIABLE
 
 RANK_PROGRAM = ["-m", "drawbar"]
-"""How the command of a rank that can be forked begins. A user's script is not: it may do things before its imports."""
+"""How the command of a rank that can be forked begins. One that runs a user's script is never forked:
+the script may do things before its imports."""
 _OF_LAUNCHERS = ("TORCHELASTIC_", STATUS_VARIABLE, NODE)
 """Prefixes of the environment variables that a launcher sets after the process has started; no import reads them."""
 _POLL = 0.05
