@@ -8,11 +8,12 @@ Everything is relative, and what it is relative to is chosen so that rounding pa
   keys, which softmax does not see), so that all that is computed is rounding. The floor is a hundredth of the norm that
   the gradient would have if all entries of the model's gradient were of one size. With a tolerance of 1e-4, a gradient
   a millionth of the usual size is still seen to be missing, or doubled.
-- *weights*: ‖a - b‖ / ‖b‖ for each parameter, over the entries whose gradient in the first trained step is well
-  known (``Tolerances``; in a lower precision, that is the last step, which is compared alone).
+- *weights*: ‖a - b‖ / ‖b‖ for each parameter, of the entries whose gradient in the first trained step is well known
+  (``Tolerances.max_gradient_error``). In a lower precision, one process repeats the strategy's last step from the state
+  before it: for the weights, that is the first trained step.
   Adam's step has full size whatever the size of the gradient, even of one that is all rounding: there the updates
-  of two correct trainings are unrelated. How well an entry's gradient is known is seen from the gradients
-  of the two trainings: the root mean square of their difference, over the parameter.
+  of two correct trainings are unrelated. The error of a gradient's entry is taken to be the root mean square of
+  the difference between the gradients of the two trainings, of all entries of the parameter (``known_entries``).
 
 For fp32, the tolerances are fixed. In a lower precision they are measured: see ``reference`` and ``rounding``.
 """
