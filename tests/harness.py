@@ -5,6 +5,7 @@ a function on several ranks of a real gloo group. Both end after a timeout, and 
 fails.
 """
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -76,9 +77,14 @@ def free_port() -> int:
     above): another test's connection could take one of these before it is used."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)
-        with socket.socket() as server, suppress(OSError):
-            server.bind(("127.0.0.1", port))
-            return port
+        with socket.socket() as server:
+            try:
+                server.bind(("127.0.0.1", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
 
 
 def _run(command: list[str], cwd: Path, env: dict[str, str] | None, timeout: float) -> Finished:

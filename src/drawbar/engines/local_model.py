@@ -102,11 +102,10 @@ def prepared_meta_model(meta_model: nn.Module, config: RunConfig, base: FrozenBa
     Args:
         base: see ``LocalModel``.
     """
-    model = (
-        meta_model if config.lora is None or base is None else add_adapters(meta_model, config.lora, base.without_file)
-    )
-    keep_trained_weights_in_fp32(model)
-    return model
+    if config.lora is not None and base is not None:
+        add_adapters(meta_model, config.lora, base.without_file)
+    keep_trained_weights_in_fp32(meta_model)
+    return meta_model
 
 
 def build_model(task: Task) -> nn.Module:

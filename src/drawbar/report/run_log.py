@@ -95,7 +95,7 @@ def read_history(run_dir: Path) -> RunHistory:
         kind = _kind(level, text)
         if kind is not None:
             # commands of older versions logged a strategy right before the checkpoint that they opened
-            if kind == OPENED and kept and follows_start:
+            if kind == OPENED and follows_start:
                 kept.pop()
                 total -= 1
             kept.append(RunEvent(when, kind, text))

@@ -142,11 +142,10 @@ def _find(config: RunConfig, resume: str) -> RunStart:
 def _find_in_run(config: RunConfig, resume: str) -> RunStart:
     """A start from a checkpoint of the run itself, or from the one that ``resume`` names."""
     folder = config.run_dir
+    checkpoints = CheckpointDirectory(folder / "checkpoints")
     if not (folder / "config.yaml").exists():
         _check_no_other_files(folder)
-        own = CheckpointDirectory(folder / "checkpoints")
-        return RunStart() if resume in ("auto", "never") else RunStart(own.resolve(resume))
-    checkpoints = CheckpointDirectory(folder / "checkpoints")
+        return RunStart() if resume in ("auto", "never") else RunStart(checkpoints.resolve(resume))
     found = checkpoints.find_newest_usable()
     refusal = _refusal(found, checkpoints.path)
     if resume == "never" and (found.newest is not None or refusal is None):
