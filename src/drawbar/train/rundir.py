@@ -164,6 +164,7 @@ def _find_in_run(config: RunConfig, resume: str) -> RunStart:
         return RunStart(found.newest, unusable=found.unusable, changed_schedule=changed, refusal=refusal, older=older)
     chosen = checkpoints.resolve(resume).resolve()
     if chosen.parent != checkpoints.path.resolve():  # from elsewhere: the same command, given again, resumes this run
+        _check_same_origin(folder, chosen)
         return RunStart(found.newest or chosen, unusable=found.unusable, changed_schedule=changed)
     if refusal is not None:
         raise refusal
@@ -174,6 +175,17 @@ def _find_in_run(config: RunConfig, resume: str) -> RunStart:
             remedy="leave --resume out to go on from the newest, or add --fork NEWNAME to branch off from this one",
         )
     return RunStart(found.newest, unusable=found.unusable, changed_schedule=changed)
+
+
+def _check_same_origin(run_dir: Path, named: Path) -> None:
+    """Refuse a checkpoint of another run that is not the one which this run began from, where that is still there."""
+    began = _read_origin(run_dir).checkpoint
+    if began is not None and began.resolve() != named:
+        raise UserError(
+            f"the run {run_dir.name} is there already, and began from another checkpoint: {began}",
+            where="--resume",
+            remedy="choose another run.name to begin from this checkpoint, or leave out --resume to go on with the run",
+        )
 
 
 def _refusal(found: NewestUsable, folder: Path) -> UserError | None:
