@@ -180,6 +180,8 @@ DATA = [
           "data.validation=null", "eval.every=null"),
          ("no samples", "leave no room for an answer", "a.jsonl:1", "set data.sequence_length to "),
          file("a.jsonl", '{"a": "a prompt that is long", "b": "an answer"}\n')),
+    Case("texts without prompts", (*TRAIN, "task.prompt_column=prompt", "task.completion_column=completion"),
+         ("no 'prompt'", "a text without a prompt", "task.completion_column to null", "train.txt:1")),
     Case("validation without samples", (*TRAIN, "task.type=picky:Picky"), ("no samples", "17 records", "valid.txt:1"),
          file("picky.py", PICKY)),
     Case("prompts", ("generate", ".", "--input", "nope.txt"), ("nope.txt", "does not exist")),

@@ -179,18 +179,19 @@ class CheckpointDirectory:
                 self._refuse_damaged(int(which))
         else:
             found = next((path for path in (Path(which), self.path / which) if path.is_dir()), None)
-            if found is not None and (found / "checkpoints").is_dir():
-                raise run_given_error(found)
+            for run in (found, self.path.parent.parent / which):
+                if run is not None and (run / "checkpoints").is_dir():
+                    raise run_given_error(run)
         if found is not None:
             return found
         steps = ", ".join(map(str, complete))
         words = "latest" if which == "best" else "latest, best"
         raise UserError(
-            f"there is no checkpoint '{which}'",
+            f"there is no checkpoint '{which}'" + ("" if steps else ": this folder has no complete one yet"),
             where=str(self.path),
             remedy=f"give {words}, the path of a checkpoint, or one of these steps: {steps}"
             if steps
-            else "give the path of a checkpoint; this folder has no complete one",
+            else "train until the run has written one, or give the path of a checkpoint",
         )
 
     def _refuse_damaged(self, step: int) -> None:

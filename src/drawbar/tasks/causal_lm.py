@@ -152,10 +152,9 @@ class CausalLM(PretrainedTask):
     def _completion(self, record: dict[str, Any]) -> tuple[list[int], list[int]]:
         """Tokens and labels of a prompt, which begins as documents do, and its completion, which ends as they do."""
         config = self.config
-        assert config.prompt_column is not None
         assert config.completion_column is not None
         before, after = self.special_around
-        prompt = [*before, *self._tokens(require(record, config.prompt_column, "task.prompt_column"))]
+        prompt = [*before, *self._tokens(self._prompt(record))]
         prompt = prompt or begin_tokens(self.tokenizer)  # generation needs a first token
         completion = []
         if self.has_labels:
@@ -175,6 +174,17 @@ class CausalLM(PretrainedTask):
     def _tokens(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
+    def _prompt(self, record: dict[str, Any]) -> str:
+        config = self.config
+        assert config.prompt_column is not None
+        if list(record) == [config.text_column] != [config.prompt_column]:
+            raise UserError(
+                f"the record has no {config.prompt_column!r}: it is a text without a prompt",
+                remedy="to train on plain texts, set task.prompt_column and task.completion_column to null; to train "
+                "on prompts and completions, use records that have both",
+            )
+        return require(record, config.prompt_column, "task.prompt_column")
+
     def _text(self, record: dict[str, Any]) -> str:
         return require(record, self.config.text_column, "task.text_column")
 
@@ -185,7 +195,7 @@ class CausalLM(PretrainedTask):
         if config.prompt_column is None or config.completion_column is None:
             return [self._text(record)]
         return [
-            require(record, config.prompt_column, "task.prompt_column"),
+            self._prompt(record),
             require(record, config.completion_column, "task.completion_column"),
         ]
 

@@ -102,7 +102,10 @@ def find_start(config: RunConfig, resume: str, fork: str | None, weights_only: b
                 where="--weights-only",
                 remedy="add --fork NEWNAME for a new run from this run's weights, or leave out --weights-only",
             )
-        start = _find(config, resume) if fork is None else _find_fork(config, resume, target, weights_only)
+        if fork is None:
+            start = _find(config, resume, weights_only)
+        else:
+            start = _find_fork(config, resume, target, weights_only)
         from_other_run = start.checkpoint is not None and not is_of_this_run(start.checkpoint, target.run_dir)
         takes_weights_only = from_other_run and (weights_only or start.weights_only)
         return replace(start, eval_mode=_eval_mode(target), weights_only=takes_weights_only)
@@ -132,14 +135,14 @@ def _eval_mode(config: RunConfig) -> str | None:
     return load_config(written, task=type(config.task)).config.eval.mode if written.exists() else None
 
 
-def _find(config: RunConfig, resume: str) -> RunStart:
-    start = _find_in_run(config, resume)
+def _find(config: RunConfig, resume: str, weights_only: bool) -> RunStart:
+    start = _find_in_run(config, resume, weights_only)
     if resume != "auto" or start.checkpoint is not None or start.refusal is not None:
         return start
     return replace(_read_origin(config.run_dir), changed_schedule=start.changed_schedule)
 
 
-def _find_in_run(config: RunConfig, resume: str) -> RunStart:
+def _find_in_run(config: RunConfig, resume: str, weights_only: bool = False) -> RunStart:
     """A start from a checkpoint of the run itself, or from the one that ``resume`` names."""
     folder = config.run_dir
     checkpoints = CheckpointDirectory(folder / "checkpoints")
@@ -164,7 +167,7 @@ def _find_in_run(config: RunConfig, resume: str) -> RunStart:
         return RunStart(found.newest, unusable=found.unusable, changed_schedule=changed, refusal=refusal, older=older)
     chosen = checkpoints.resolve(resume).resolve()
     if chosen.parent != checkpoints.path.resolve():  # from elsewhere: the same command, given again, resumes this run
-        _check_same_origin(folder, chosen)
+        _check_same_origin(folder, chosen, weights_only)
         return RunStart(found.newest or chosen, unusable=found.unusable, changed_schedule=changed)
     if refusal is not None:
         raise refusal
@@ -177,15 +180,23 @@ def _find_in_run(config: RunConfig, resume: str) -> RunStart:
     return RunStart(found.newest, unusable=found.unusable, changed_schedule=changed)
 
 
-def _check_same_origin(run_dir: Path, named: Path) -> None:
-    """Refuse a checkpoint of another run that is not the one which this run began from, where that is still there."""
-    began = _read_origin(run_dir).checkpoint
-    if began is not None and began.resolve() != named:
-        raise UserError(
-            f"the run {run_dir.name} is there already, and began from another checkpoint: {began}",
-            where="--resume",
-            remedy="choose another run.name to begin from this checkpoint, or leave out --resume to go on with the run",
-        )
+def _check_same_origin(run_dir: Path, named: Path, weights_only: bool) -> None:
+    """Refuse a checkpoint of another run that is not the one which this run began from, where that is still there; and
+    its weights alone, where the run began with the optimizer's state, too."""
+    began = _read_origin(run_dir)
+    if began.checkpoint is None:
+        return
+    if began.checkpoint.resolve() != named:
+        how, where = f"from another checkpoint: {began.checkpoint}", "--resume"
+    elif weights_only and not began.weights_only:
+        how, where = "with the optimizer's state of that checkpoint", "--weights-only"
+    else:
+        return
+    raise UserError(
+        f"the run {run_dir.name} is there already, and began {how}",
+        where=where,
+        remedy=f"choose another run.name to begin anew, or leave out {where} to go on with the run",
+    )
 
 
 def _refusal(found: NewestUsable, folder: Path) -> UserError | None:

@@ -49,8 +49,16 @@ def test_an_empty_or_missing_folder_has_no_checkpoints(tmp_path):
     assert (missing.steps(), missing.latest(), missing.best()) == ([], None, None)
     missing.remove_leftovers()
     missing.rotate(1, set())
-    with pytest.raises(UserError, match="there is no checkpoint 'latest'"):
+    with pytest.raises(UserError, match="there is no checkpoint 'latest': this folder has no complete one yet") as none:
         missing.resolve("latest")
+    assert str(none.value.remedy).startswith("train until the run has written one")
+
+
+def test_a_run_beside_is_not_a_checkpoint(directory):
+    run = directory.path.parent
+    with pytest.raises(UserError, match=f"{run.name} is a run, and not one of its checkpoints") as named:
+        CheckpointDirectory(run.with_name("new") / "checkpoints").resolve(run.name)
+    assert "step-00000003" in str(named.value.remedy)
 
 
 def test_steps_and_latest(directory):

@@ -347,6 +347,8 @@ def test_an_interrupted_run_that_began_elsewhere_goes_on(fit: Fit, project: Path
     assert fit(*command, resume=checkpoint, task=Interrupted).progress.step == 18
     with pytest.raises(UserError, match="is there already, and began from another checkpoint"):
         fit(*command, resume=checkpoint.replace("00000012", "00000016"))
+    with pytest.raises(UserError, match="is there already, and began with the optimizer's state"):
+        fit(*command, resume=checkpoint, weights_only=True)
     assert fit(*command, resume=checkpoint).progress.step == 20
     assert list(losses(project / "runs" / "other")) == list(range(13, 21))
 
