@@ -17,9 +17,10 @@ import torch
 
 from drawbar.distributed.watchdog import NODE
 from drawbar.errors import UserError
-from drawbar.launch.node import node_check, node_facts
+from drawbar.launch.node import node_check
 from drawbar.launch.node.bad_nodes import bad_nodes
 from drawbar.launch.node.node_check import NodeCheck
+from drawbar.launch.node.node_facts import CLOCK_SECONDS
 from drawbar.launch.node.rendezvous import Rendezvous
 from harness import free_port, run_ranks, wait_until
 
@@ -30,6 +31,7 @@ CASES = (
     "another config",
     "another torch",
     "another clock",
+    "n1 late",
     "n3 lost",
     "n3 left",
     "n1 lost",
@@ -67,7 +69,9 @@ def _case(case: str, node: int, port: int, run_dir: Path) -> dict[str, Any]:
     if odd and case == "another torch":
         torch.__version__ = "1.13.1"  # type: ignore[assignment]
     if odd and case == "another clock":
-        node_facts.time.time = lambda: real_time() + 30  # type: ignore[attr-defined]
+        node_check.time.time = lambda: real_time() + 30  # type: ignore[attr-defined]
+    if case == "n1 late" and node == 0:
+        time.sleep(CLOCK_SECONDS + 2)  # the others wait for it, which says nothing of their clocks
     error, code, seconds = "", 0, 0.0
     with redirect_stdout(said), redirect_stderr(told):
         try:
@@ -81,7 +85,7 @@ def _case(case: str, node: int, port: int, run_dir: Path) -> dict[str, Any]:
             error, code, seconds = str(caught), int(caught.exit_code), time.monotonic() - begin
         finally:
             torch.__version__ = real_version
-            node_facts.time.time = real_time  # type: ignore[attr-defined]
+            node_check.time.time = real_time  # type: ignore[attr-defined]
     return {"error": error, "code": code, "seconds": seconds, "out": said.getvalue(), "err": told.getvalue(),
             "bad": bad_nodes(run_dir, rendezvous.launch_id), "node": os.environ.get(NODE)}  # fmt: skip
 
@@ -133,6 +137,7 @@ def test_the_nodes_look_at_one_another(tmp_path: Path) -> None:
     warning = found[0]["another clock"]["err"]
     assert warning.startswith("warning: the clock of n2 is ")
     assert warning.endswith(" s ahead of that of n1\n")
+    assert [answers["n1 late"]["err"] for answers in found] == ["", "", ""]
 
     for case, node, lost in (("n3 lost", 0, "n3"), ("n1 lost", 1, "n1"), ("n1 lost", 2, "n1")):
         assert f"error: node {lost} is lost: it has sent no heartbeat for" in found[node][case]["err"]

@@ -1,5 +1,6 @@
 """Acceptance: strategies compute what one process computes for every architecture, and with accumulation, activation
-checkpointing, packed rows, bf16 and adapters. All cases share two processes."""
+checkpointing, packed rows, bf16 and adapters. All cases share two processes. Here, some architectures and three
+strategies of each job; all with ``DRAWBAR_TESTS=all``."""
 
 import gc
 import json
@@ -19,6 +20,7 @@ from drawbar.parity.result import Result
 from drawbar.parity.run import ParityRequest, run_case
 from drawbar.parity.workload import Workload
 from drawbar.tasks.task_registry import task_class
+from exhaustive import some
 from harness import run_ranks
 from runs import fit_in
 from tiny import CPU
@@ -72,10 +74,10 @@ ACCUMULATED = [*LLAMA, "train.micro_batch=1"]
 PACKED = [*LLAMA, "data.batching=packed"]
 ADAPTED = [*LLAMA, "task.model=folder", "task.from_scratch=null", "task.tokenizer=folder", "lora.rank=4"]
 
-JOBS: dict[str, tuple[list[str], list[str], str]] = {
-    **{name: ([f"{name}.yaml"], ["tensor=2"], "fp32") for name in FAMILIES},
-    **{f"{name} in stages": ([f"{name}.yaml"], ["pipeline=2"], "fp32") for name in PIPELINED},
-    **{f"{name} by AutoTP": ([f"{name}.yaml"], ["deepspeed tensor=2"], "fp32") for name in AUTOTP},
+EVERY_JOB: dict[str, tuple[list[str], list[str], str]] = {
+    **{name: ([f"{name}.yaml"], ["tensor=2"], "fp32") for name in some(FAMILIES, 4)},
+    **{f"{name} in stages": ([f"{name}.yaml"], ["pipeline=2"], "fp32") for name in some(PIPELINED, 2)},
+    **{f"{name} by AutoTP": ([f"{name}.yaml"], ["deepspeed tensor=2"], "fp32") for name in some(AUTOTP, 2)},
     "deepspeed": (ACCUMULATED, [*STAGES, *OFFLOADED, "deepspeed tensor=2"], "fp32"),
     # its weights are bf16 as well, which larger steps make a larger difference of
     "deepspeed in bf16": (
@@ -110,6 +112,7 @@ JOBS: dict[str, tuple[list[str], list[str], str]] = {
     "bf16": (LLAMA, ["ddp", "zero1", "fsdp", "tensor=2", "pipeline=2"], "bf16"),
     "adapters": (ADAPTED, ["ddp", "zero1", "fsdp", "tensor=2", "pipeline=2"], "fp32"),
 }
+JOBS = {name: (settings, some(cases, 3), precision) for name, (settings, cases, precision) in EVERY_JOB.items()}
 
 
 def write_project(folder: Path) -> None:

@@ -41,7 +41,8 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def record(number: str, run_dir: Path, **values: object) -> JobRecord:
     folder = run_dir / "launch"
-    known = {"number": number, "time": 1000.0, "run": run_dir.name, "run_dir": str(run_dir), "workdir": str(run_dir)}
+    known = {"number": number, "time": 1000.0, "run": run_dir.name, "run_dir": str(run_dir)}
+    known |= {"workdir": str(run_dir.parent.parent)}
     known |= {"log": str(folder / f"slurm-{number}.log"), "script": str(folder / f"job-{number.split('_')[0]}.sh")}
     return JobRecord(**{**known, "nodes": 1, "processes": 2, "arguments": (), **values})  # type: ignore[arg-type]
 
@@ -95,6 +96,20 @@ def test_a_job_is_found_by_its_number_its_run_and_its_folder(tmp_path: Path, mon
     }.items():
         with pytest.raises(UserError, match=says):
             find(name)
+
+
+def test_a_name_is_that_of_this_folders_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other projects have runs of the same name: nobody wants to cancel theirs."""
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    for number, project in (("7", mine), ("8", other)):
+        project.mkdir()
+        append_records([record(number, project / "runs" / "run", workdir=str(project))])
+    for project, number in ((mine, "7"), (other, "8")):
+        monkeypatch.chdir(project)
+        assert [found.number for found in find("run")] == [number]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"from several folders: {mine}, {other}"):
+        find("run")
 
 
 def line(**values: str) -> str:
@@ -348,7 +363,11 @@ def test_what_the_files_know_needs_no_slurm(tmp_path: Path) -> None:
     check_one_message(call("resume", "own", cwd=tmp_path).err, "was submitted by /me/my task.py", "resume own")
 
     done.end_file.unlink()
-    for command in (["jobs"], ["status", "8"], ["cancel", "8"], ["logs", "8", "-f"], ["resume", "8"]):
+    listed = call("jobs", cwd=tmp_path)  # another launcher's jobs are shown in any case
+    assert listed.code == 0, listed.err
+    assert listed.out.splitlines()[-1].split() == ["8", "tiny", "UNKNOWN", "3"]
+    assert "warning: some jobs are UNKNOWN: there is no Slurm here" in listed.err
+    for command in (["status", "8"], ["cancel", "8"], ["logs", "8", "-f"], ["resume", "8"]):
         asked = call(*command, cwd=tmp_path)
         assert asked.code == 2
         check_one_message(asked.err, "there is no Slurm here: the command squeue is not installed")

@@ -77,7 +77,8 @@ def test_every_command_works_with_it(at_home: Path) -> None:
     assert isinstance(call("resume", number).exception, UserError)
 
     cancelled = call("cancel", "tiny")
-    assert cancelled.output == f"job {number}: stopped; nothing was saved\n", cancelled.exception
+    stopped = f"job {number} of {at_home / 'runs' / 'tiny'}: stopped; nothing was saved\n"
+    assert cancelled.output == stopped, cancelled.exception
     assert {"state": "STOPPED", "exit_code": 75}.items() <= job(number).items()
     assert log.read_text().endswith("saved\n")
 

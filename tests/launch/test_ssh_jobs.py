@@ -95,7 +95,8 @@ def test_a_run_over_ssh_is_a_job(ssh_job: SshJob) -> None:
 
     follower = ssh_job.start("logs", number, "-f", output=ssh_job.project)
     cancelled = ssh_job.call("cancel", "tiny")
-    assert cancelled.out == f"job {number}: stopped; nothing was saved\n", cancelled.err
+    run_dir = ssh_job.project / "runs" / "tiny"
+    assert cancelled.out == f"job {number} of {run_dir}: stopped; nothing was saved\n", cancelled.err
     assert ssh_job.code() == 75
     follower.join(60)
     assert follower.exitcode == 75

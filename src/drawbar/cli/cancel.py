@@ -53,8 +53,9 @@ def _outcome(status: "JobStatus") -> str:
     from drawbar.launch.jobs.restart_count import newest_step
 
     record = status.record
+    job = f"job {record.number} of {record.run_dir}"
+    if status.code == ExitCode.DONE:
+        return f"{job}: completed before it was told to stop"
     step = newest_step(Path(record.run_dir))
     from_there = f"`drawbar resume {record.number}` goes on from step {step}" if step >= 0 else "nothing was saved"
-    if status.code == ExitCode.REQUEUE:
-        return f"job {record.number}: stopped; {from_there}"
-    return f"job {record.number}: {status.state.lower()}; {from_there}"
+    return f"{job}: {'stopped' if status.code == ExitCode.REQUEUE else status.state.lower()}; {from_there}"

@@ -22,10 +22,10 @@ The list is kept in ~/.local/state/drawbar/jobs.jsonl, and in the folder launch/
 )
 def jobs(show_all: bool) -> None:
     """List the jobs that you have submitted: their states, and how far their runs are."""
-    from drawbar.launch.jobs.job_status import is_recent
+    from drawbar.launch.jobs.job_status import UNKNOWN, is_recent
     from drawbar.launch.jobs.progress import read_progress
     from drawbar.launch.jobs.records import JobEnd, read, user_file
-    from drawbar.launch.launchers import ask_status
+    from drawbar.launch.launchers import ask_status_where_possible
     from drawbar.tracking.table import print_table
 
     known = {(record.launcher, record.number): record for record in read(user_file())}  # launchers reuse numbers
@@ -34,7 +34,10 @@ def jobs(show_all: bool) -> None:
         ends = {key: JobEnd.read(record) for key, record in known.items()}
         wanted = {key for key, end in ends.items() if end is None or is_recent(known[key], end, now)}
     rows = []
-    for status in ask_status(record for key, record in known.items() if key in wanted):
+    statuses, errors = ask_status_where_possible(record for key, record in known.items() if key in wanted)
+    for error in errors:
+        click.echo(f"warning: some jobs are {UNKNOWN}: {error.what}", err=True)
+    for status in sorted(statuses, key=lambda status: status.record.time):
         record = status.record
         if show_all or status.is_active or is_recent(record, JobEnd.read(record), now):
             step = read_progress(Path(record.run_dir)).step_of_total

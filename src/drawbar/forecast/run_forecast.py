@@ -31,6 +31,7 @@ from drawbar.forecast.machine import Machine
 from drawbar.forecast.own_process import in_own_process
 from drawbar.forecast.rank_forecast import RankForecast, forecast_rank
 from drawbar.forecast.worst_batch import longest_sample
+from drawbar.parallel import context
 from drawbar.parallel.precision import choose_dtypes
 from drawbar.parity.cases import case_text
 from drawbar.tasks.padding import choose_padding_free
@@ -176,6 +177,10 @@ class Forecaster:
         resolved = self.resolve(config)
         check_rules(_on_machine(resolved, self.machine), RULES)
         check_world(resolved, self.machine.ranks)
+        if resolved.parallel.context > 1:  # what is counted below has no context parallelism
+            task = self.make_task(resolved)
+            context.check_context(torch.device(self.machine.device), task.label_placement)
+            context.check_model(task.build_meta_model())
         counted, dims, estimated = _countable(resolved, self.machine.ranks)
         sample = self.sample_for(counted)
         devices_are_cpus = self.machine.device == "cpu"

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from drawbar.config.io.user_modules import cause
 from drawbar.errors import UserError
-from drawbar.launch.jobs.job_status import JobStatus, status_from_files
+from drawbar.launch.jobs.job_status import UNKNOWN, JobStatus, status_from_files
 from drawbar.launch.jobs.records import JobRecord
 from drawbar.launch.launcher import Launcher
 from drawbar.util.registry import Registry
@@ -33,6 +33,20 @@ def _no_launcher(what: str, name: str, where: str) -> UserError:
 def launcher_of(record: JobRecord) -> Launcher:
     """The launcher that a job was submitted by. Raises UserError where it is no longer installed."""
     return get_launcher(record.launcher, f"the record of job {record.number}")
+
+
+def ask_status_where_possible(records: Iterable[JobRecord]) -> tuple[list[JobStatus], list[UserError]]:
+    """The status of these jobs, by launcher, and the errors of launchers that cannot tell: their jobs that have no end
+    file are ``UNKNOWN``, and may be active."""
+    wanted, found, errors = list(records), [], []
+    for name in dict.fromkeys(record.launcher for record in wanted):
+        own = [record for record in wanted if record.launcher == name]
+        try:
+            found += ask_status(own)
+        except UserError as error:
+            errors.append(error)
+            found += [status_from_files(record) or JobStatus(record, UNKNOWN, is_active=True) for record in own]
+    return found, errors
 
 
 def ask_status(records: Iterable[JobRecord]) -> list[JobStatus]:

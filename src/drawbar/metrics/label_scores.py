@@ -4,7 +4,8 @@ scikit-learn computes all but ``accuracy`` (https://scikit-learn.org/stable/modu
 be a division by zero is 0.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import product
 from typing import Any, Literal
@@ -33,13 +34,20 @@ def mcc(predictions: Labels, references: Labels) -> float:
 
     if _is_multi_label(predictions, references):
         raise ValueError("it is for one label a record, and these are lists of labels")
-    classes = sorted({*predictions, *references})
+    classes = sorted({*predictions, *references}, key=size_or_letters)
     if len(classes) == 1:
         return 0.0  # scikit-learn says the same, and warns
     return float(matthews_corrcoef(_numbers(references, classes), _numbers(predictions, classes)))
 
 
-def class_score(predictions: Labels, references: Labels, *, score: Score, average: Average | None) -> float:
+def class_score(
+    predictions: Labels,
+    references: Labels,
+    *,
+    score: Score,
+    average: Average | None,
+    task_classes: Collection[Any] | None = None,
+) -> float:
     """Precision, recall or F1.
 
     Args:
@@ -48,7 +56,9 @@ def class_score(predictions: Labels, references: Labels, *, score: Score, averag
         score: which of the three.
         average: ``binary``: of the positive class, see :func:`positive_class`; ``macro``: the mean over the classes
             that occur; ``micro``: of all decisions together; ``samples``: the mean over the records, multi-label only.
-            None: ``binary`` where the references are single labels of at most two classes, else ``macro``.
+            None: ``binary`` for single labels of at most two classes, else ``macro``.
+        task_classes: all classes of the task, which decide whether there are two and which is the positive one. None:
+            the classes of the references do.
 
     Raises:
         ValueError: ``binary`` with more than two classes or with lists of labels; ``samples`` with single labels.
@@ -60,39 +70,55 @@ def class_score(predictions: Labels, references: Labels, *, score: Score, averag
     if average == "samples":
         raise ValueError(f"it is for lists of labels, and these are single labels: use {score}_macro or {score}_micro")
     if average is None:
-        average = "binary" if len(set(references)) <= 2 else "macro"
+        average = "binary" if len(set(references if task_classes is None else task_classes)) <= 2 else "macro"
     if average == "binary":
-        return _binary_score(predictions, references, score)
-    classes = sorted({*predictions, *references})
+        positive = positive_class(predictions, references, task_classes)
+        found, true = ([int(label == positive) for label in labels] for labels in (predictions, references))
+        # The macro average over class 1 alone is its score; "binary" would be an error where class 1 does not occur.
+        return _score(found, true, score, labels=[1], average="macro")
+    classes = sorted({*predictions, *references}, key=size_or_letters)
     return _score(_numbers(predictions, classes), _numbers(references, classes), score, average=average)
 
 
-def positive_class(predictions: Labels, references: Labels) -> Any:
-    """The class that ``binary`` scores: 1 or True for labels that are 0 and 1, otherwise the last in sorted order.
+def positive_class(predictions: Labels, references: Labels, task_classes: Collection[Any] | None = None) -> Any:
+    """The class that ``binary`` scores: 1 or True for labels that are 0 and 1, otherwise the last in sorted order
+    (numbers by size, then texts by letters).
 
-    The references decide, so that the answer is the same at every evaluation; the predictions count only where the
-    references are all one class.
+    The classes of the task decide, so that the answer is the same at every evaluation. Where they are not known, the
+    references do; the predictions count only where the references are all one class.
 
     Raises:
-        ValueError: the references have more than two classes.
+        ValueError: there are more than two classes.
     """
-    classes = set(references)
+    classes = set(references if task_classes is None else task_classes)
     if len(classes) > 2:
         raise ValueError(f"it is for two classes, and there are {len(classes)}: use the macro or micro average")
     if len(classes) == 1:
         classes |= set(predictions)
-    return 1 if classes <= {0, 1} else max(classes)
+    return 1 if classes <= {0, 1} else max(classes, key=size_or_letters)
 
 
-def _binary_score(predictions: Labels, references: Labels, score: Score) -> float:
-    positive = positive_class(predictions, references)
-    found, true = ([int(label == positive) for label in labels] for labels in (predictions, references))
-    # The macro average over class 1 alone is its score; "binary" would be an error where class 1 does not occur.
-    return _score(found, true, score, labels=[1], average="macro")
+def with_task_classes(metrics: Mapping[str, Callable[..., Any]], classes: Collection[Any]) -> dict[str, Any]:
+    """The metrics, of which precision, recall and F1 know all classes of the task, also those that a split lacks."""
+    return {
+        name: partial(metric, task_classes=classes)
+        if isinstance(metric, partial) and metric.func is class_score
+        else metric
+        for name, metric in metrics.items()
+    }
+
+
+def size_or_letters(label: Any) -> tuple[int, float, str]:
+    """The key of the order of labels: numbers, and texts that are one, by size, then other texts by letters."""
+    try:
+        number = float(label)
+    except (TypeError, ValueError):
+        number = math.nan
+    return (0, number, str(label)) if math.isfinite(number) else (1, 0.0, str(label))
 
 
 def _multi_label_score(predictions: Labels, references: Labels, score: Score, average: Average) -> float:
-    classes = sorted(set().union(*predictions, *references))
+    classes = sorted(set().union(*predictions, *references), key=size_or_letters)
     if not classes:
         return 0.0  # nobody has a label, which scikit-learn cannot express
     # One more column than classes, which is not scored: scikit-learn takes a single column for single labels.

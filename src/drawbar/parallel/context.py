@@ -72,7 +72,7 @@ class ContextParallel:
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, ignored: int) -> None:
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        _check_model(inner)
+        check_model(inner)
         self.config = inner.config
         self.mesh = mesh
         self.ignored = ignored
@@ -140,7 +140,9 @@ class ContextParallel:
         return tensor
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
+    """Refuse a model, with or without weights, whose sequences context parallelism cannot cut."""
+
     def fault(what: str, remedy: str = "set parallel.context=1") -> UserError:
         return UserError(f"{what} cannot be cut along the sequence", where="parallel.context", remedy=remedy)
 

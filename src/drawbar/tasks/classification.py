@@ -18,7 +18,7 @@ from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.sources import Records
 from drawbar.data.tokenizer import Wrapping, encode_to_limit, prefix_space
 from drawbar.errors import UserError
-from drawbar.metrics.label_scores import CLASSIFICATION
+from drawbar.metrics.label_scores import CLASSIFICATION, with_task_classes
 from drawbar.metrics.metric_registry import load_metrics
 from drawbar.metrics.tags import OUTSIDE, is_entity_tag
 from drawbar.models.heads import predict_in_fp32
@@ -233,6 +233,11 @@ class SequenceClassification(PretrainedTask):
         logits_BC = self.forward(model, batch).logits.float()
         single = self.config.problem == "single_label"
         return [self.labels.named(row) for row in (logits_BC.softmax(-1) if single else logits_BC.sigmoid()).tolist()]
+
+    def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        if self.config.problem == "single_label":
+            self.metrics = with_task_classes(self.metrics, self.labels.names)
+        return super().score(records)
 
     def references(self, records: list[dict[str, Any]]) -> list[Any]:
         labels = [value_at(record, self.config.label_column) for record in records]

@@ -9,6 +9,7 @@ from typing import Any
 
 from drawbar.data.class_labels import ClassNumber
 from drawbar.errors import UserError
+from drawbar.metrics.label_scores import size_or_letters
 from drawbar.runtime.log import logger
 
 MOST_LABELS = 1000
@@ -154,7 +155,7 @@ def count_labels(labels: Iterable[Any]) -> dict[Any, int]:
         key = label_key(label)
         first.setdefault(key, display_label(label))
         counts[key] += 1
-    in_order = sorted(first, key=lambda key: _by_size_or_letters(first[key]))
+    in_order = sorted(first, key=lambda key: size_or_letters(first[key]))
     of_one_kind = _of_one_kind(first.values())
     return {of_one_kind(first[key]): counts[key] for key in in_order}
 
@@ -198,15 +199,7 @@ def warn_of_rare(counts: dict[Any, int], column: str) -> None:
 
 
 def _is_number(label: Any) -> bool:
-    return _by_size_or_letters(label)[0] == 0
-
-
-def _by_size_or_letters(label: Any) -> tuple[int, float, str]:
-    try:
-        number = float(label)
-    except ValueError:
-        number = math.nan
-    return (0, number, str(label)) if math.isfinite(number) else (1, 0.0, str(label))
+    return size_or_letters(label)[0] == 0
 
 
 def describe_counts(counts: dict[Any, int]) -> str:

@@ -285,10 +285,11 @@ def with_cross_entropy_of(config: RunConfig, state: Mapping[str, Any]) -> RunCon
 def check_predicts(task: Task, probabilities: bool) -> None:
     """Refuse a task that makes no predictions, or, if ``probabilities`` are asked for, gives none."""
     if not task.predicts:
+        or_generates = ", or set task.generation" if hasattr(task.config, "generation") else ""
         raise UserError(
             f"{type(task).__name__} makes no predictions",
             where="RUN",
-            remedy="define predict() in the task, or set task.generation; `drawbar eval` gives its scores",
+            remedy=f"define predict() in the task{or_generates}; `drawbar eval` gives its scores",
         )
     if probabilities and not task.gives_probabilities:
         raise UserError(

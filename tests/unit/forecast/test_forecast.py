@@ -256,6 +256,39 @@ def test_the_command(project: Path) -> None:
     assert not (project / "runs" / "tiny").exists()
 
 
+OWN_MODEL = """
+import drawbar
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class Plain(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs):
+        return self.inner(**inputs)
+
+
+class Own(drawbar.CausalLM):
+    def build_model(self):
+        return Plain(super().build_model())
+"""
+
+
+def test_a_model_whose_sequences_cannot_be_cut_is_not_planned_with_context(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "own_model.py").write_text(OWN_MODEL)
+    plan = ["plan", "config.yaml", "--gpus", "2", "--gpu", "h100", "device=auto", "precision=auto"]
+    plan += ["parallel.context=2", "parallel.strategy=ddp", "--strategies", "none"]
+    assert group.main(plan, standalone_mode=False) in (0, None)
+    capsys.readouterr()
+    with pytest.raises(UserError, match="a Plain model cannot be cut along the sequence"):
+        group.main([*plan, "task.type=own_model:Own"], standalone_mode=False)
+
+
 @pytest.mark.usefixtures("project")
 def test_the_command_refuses_what_does_not_fit_and_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     def plan(*arguments: str) -> Any:

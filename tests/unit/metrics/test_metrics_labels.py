@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import precision_recall_fscore_support
 from sklearn.preprocessing import MultiLabelBinarizer
 
-from drawbar.metrics.label_scores import positive_class
+from drawbar.metrics.label_scores import positive_class, with_task_classes
 from drawbar.metrics.metric_registry import BUILT_IN_METRICS
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -76,6 +76,30 @@ def test_binary_scores_the_last_class(no: Any, yes: Any) -> None:
 )
 def test_the_positive_class(predictions: list[Any], references: list[Any], positive: Any) -> None:
     assert positive_class(predictions, references) == positive
+
+
+@pytest.mark.parametrize(
+    ("classes", "positive"), [(["neg", "pos"], "pos"), ([0, 1], 1), ([1, 2, "none"], None), (["9", "10"], "10")]
+)
+def test_the_classes_of_the_task_come_first(classes: list[Any], positive: Any) -> None:
+    """A split of one class has no other score than a larger one."""
+    metrics = with_task_classes({name: BUILT_IN_METRICS[name] for name in ("f1", "f1_macro", "accuracy")}, classes)
+    references = [classes[0]] * 3
+    assert metrics["accuracy"](references, references) == 1
+    if positive is None:
+        assert metrics["f1"](references, references) == metrics["f1_macro"](references, references) == 1
+    else:
+        assert positive_class(references, references, classes) == positive
+        assert metrics["f1"](references, references) == 0
+
+
+def test_labels_that_are_numbers_and_texts() -> None:
+    references, predictions = [1, 2, "none", 2], [1, 2, "none", 1]
+    for name in ("f1_macro", "f1_micro", "f1", "mcc"):
+        assert 0 < score(name, predictions, references) < 1
+    lists = [[label] for label in references]
+    assert score("f1_micro", [[label] for label in predictions], lists) == pytest.approx(3 / 4)
+    assert positive_class(["none"], [1]) == "none"
 
 
 def test_references_decide_whether_f1_is_binary() -> None:

@@ -156,7 +156,7 @@ def test_your_own_message_is_kept(own: str) -> None:
     ("name", "predictions", "says"),
     [
         ("bleu", [3, 4], "the metric bleu failed: it is for texts, and 3 is none"),
-        ("f1_macro", ["a", 1], "the metric f1_macro failed: TypeError: "),
+        ("f1_macro", [{}, {}], "the metric f1_macro failed: TypeError: "),
         ("entity_f1", [["NN"], ["NN"]], "the metric entity_f1 failed: the tag 'NN' is not"),
     ],
 )

@@ -159,6 +159,17 @@ def test_the_classes_of_datasets_keep_their_names_and_order(
     )
 
 
+def test_a_split_of_one_label_has_the_positive_class_of_the_task() -> None:
+    config = SequenceClassificationConfig(
+        model="bert", from_scratch=BERT, labels=["neg", "pos"], metrics=["f1", "f1_macro"]
+    )
+    data = DataSection(train="none.jsonl", sequence_length=8)
+    task = SequenceClassification(TaskContext(RunConfig(task=config, data=data), TOKENIZER, {"labels": ["neg", "pos"]}))
+    records = [{"text": "a", "label": "neg", "prediction": "neg"}] * 3
+    for _ in range(2):
+        assert task.score(records) == {"f1": 0.0, "f1_macro": 1.0}
+
+
 NAMES = ["positive", "negative"]
 
 

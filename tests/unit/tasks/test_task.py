@@ -14,6 +14,7 @@ from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.task import Task, require
 from drawbar.tasks.task_context import TaskContext
 from drawbar.tasks.task_registry import task_class
+from drawbar.train.setup import check_predicts
 
 
 class Halves(Task):
@@ -38,6 +39,9 @@ def test_a_small_task_has_the_rest() -> None:
     assert task.build_tokenizer() is None
     assert task.predicts
     assert task.score([]) == {}
+    with pytest.raises(UserError, match="makes no predictions") as none:
+        check_predicts(Task(RunConfig(task=TaskConfig())), probabilities=False)
+    assert "task.generation" not in str(none.value.remedy)  # which this task does not have
     assert task.loss_scores(6.0, 3.0, []) == {"loss": 2.0}
 
 

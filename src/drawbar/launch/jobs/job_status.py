@@ -11,6 +11,8 @@ PENDING, RUNNING = "PENDING", "RUNNING"
 COMPLETED, FAILED = "COMPLETED", "FAILED"
 LOST = "LOST"
 """The launcher does not know the job any more, and the job left no end file."""
+UNKNOWN = "UNKNOWN"
+"""The launcher cannot be asked here, and the job left no end file."""
 STOPPED = "STOPPED"
 """Interrupted: the run has saved what there was and can be started again, but is in no queue. Slurm says FAILED."""
 _DAY = 86400

@@ -148,7 +148,7 @@ def find(what: str) -> list[JobRecord]:
 
     Raises:
         NotSubmitted: it is the folder of a run that no job was submitted for.
-        UserError: there is none.
+        UserError: there is none; or the name is that of runs of several projects, and none was submitted from here.
     """
     known = read(user_file())
     if found := _newest(known, lambda record: what in (record.number, record.array_id)):
@@ -157,7 +157,7 @@ def find(what: str) -> list[JobRecord]:
     if found := _newest(read(run_file(folder)), lambda record: True):
         # the run's folder may have been moved; a sweep's folder has records of runs that lie elsewhere
         return [replace(record, run_dir=str(folder)) if record.run == folder.name else record for record in found]
-    if found := _newest(known, lambda record: what in (record.run, record.sweep)):
+    if found := _newest(_of_one_project(known, what), lambda record: True):
         return found
     if (folder / CONFIG_FILE).is_file():
         raise NotSubmitted(what, run_folder(what))
@@ -167,6 +167,25 @@ def find(what: str) -> list[JobRecord]:
         f"no job of {what!r} is known",
         where=str(user_file()),
         remedy=f"did you mean {guess}?" if guess else "`drawbar jobs --all` lists your jobs; or give a run's folder",
+    )
+
+
+def _of_one_project(records: list[JobRecord], name: str) -> list[JobRecord]:
+    """The records of the runs and sweeps of this name that were submitted from the current folder; where there are
+    none, all of this name, if these were submitted from one folder.
+
+    Raises:
+        UserError: they were submitted from several: the name alone could stand for another project's run.
+    """
+    named = [record for record in records if name in (record.run, record.sweep)]
+    here = [record for record in named if record.workdir == os.getcwd()]
+    folders = list(dict.fromkeys(record.workdir for record in named))
+    if here or len(folders) <= 1:
+        return here or named
+    raise UserError(
+        f"runs of the name {name!r} were submitted from several folders: {', '.join(folders)}",
+        where=str(user_file()),
+        remedy="go to one of these folders, or give the run's folder or the number of the job (`drawbar jobs --all`)",
     )
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -68,7 +68,8 @@ class NodeCheck:
         facts = collect_facts(own, self.config, self.processes, self.device)
         store = self._connect(rendezvous)
         try:
-            store.set(f"here/{rendezvous.node}", json.dumps(asdict(facts)))
+            said = replace(facts, time=time.time())  # now: to connect, a node waits until the first one listens
+            store.set(f"here/{rendezvous.node}", json.dumps(asdict(said)))
             result = (
                 self._collect_answers(store, rendezvous)
                 if rendezvous.node == 0

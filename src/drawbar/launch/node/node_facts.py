@@ -4,7 +4,6 @@ import hashlib
 import os
 import platform
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +75,7 @@ def collect_facts(name: str, config: str, processes: int, device: str) -> NodeFa
     gpus, driver, trouble = query_gpus(os.environ) if count and torch.version.cuda else ((), "", "")
     versions = {"drawbar": version("drawbar"), "torch": torch.__version__, "Python": platform.python_version()}
     digest = hashlib.sha256(config.encode()).hexdigest()[:16]
-    return NodeFacts(name, versions, digest, processes, count, gpus, driver, trouble, time.time())
+    return NodeFacts(name, versions, digest, processes, count, gpus, driver, trouble)
 
 
 def query_gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str, str]:

@@ -19,7 +19,7 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.launch.job import Job, make_job
 from drawbar.launch.job_files import end_file
 from drawbar.launch.jobs.job_process import find_process, is_running, lock_job_file
-from drawbar.launch.jobs.job_status import LOST, RUNNING, JobStatus, status_from_files, wait_for_ends
+from drawbar.launch.jobs.job_status import LOST, RUNNING, UNKNOWN, JobStatus, status_from_files, wait_for_ends
 from drawbar.launch.jobs.records import JobEnd, JobRecord, read, run_file
 from drawbar.launch.launcher import Launcher, Submitted
 from drawbar.launch.ssh.host_gpus import count_gpus
@@ -28,8 +28,6 @@ from drawbar.launch.ssh.ssh_command import describe, forwarded, remote_starts
 from drawbar.launch.ssh.supervisor import supervise
 from drawbar.runtime.streams import ignore_output_errors
 
-UNKNOWN = "UNKNOWN"
-"""The job's process was started on another machine, and cannot be seen from this one."""
 _END_SECONDS = 30
 """Seconds that the hosts have to end a job after its second SIGTERM, before its process here is killed."""
 
