@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager, suppress
+from itertools import product
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import drawbar
 from conftest import make_project
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.distributed.rank_info import RankInfo
+from exhaustive import some
 from harness import run_cli, run_ranks, start_cli, wait_until
 from runs import losses, metrics, scores, weights
 
@@ -39,6 +41,7 @@ tracking: {log_every: 1, tensorboard: false}
 PHASES = ("step", "evaluation", "generation", "save")
 WHO: dict[str, tuple[int, int]] = {"one": (0, 1), "all": (1, 1), "all, and again by their launcher": (2, 2)}
 """How often the first rank is told, and the others (who are told nothing where one is)."""
+CASES = some(product(PHASES, WHO), 6)
 
 
 class Told(drawbar.CausalLM):
@@ -99,13 +102,13 @@ def train_all(folder: str) -> dict[str, int]:
     with chdir(folder), telling_writer():
         torch.set_num_threads(1)
         assert fit("whole") == 0
-        for phase in PHASES:
-            for who, (first, others) in WHO.items():
-                name = f"{phase}-{len(codes)}"
-                Told.phase, Told.signals = phase, (first or 1) if rank == 0 else others * (who != "one")
-                codes[name] = fit(name)
-                Told.phase, Told.signals = "", 0  # a rank that writes nothing was not told in a save
-                assert fit(name) == 0
+        for phase, who in CASES:
+            name = f"{phase}-{len(codes)}"
+            first, others = WHO[who]
+            Told.phase, Told.signals = phase, (first or 1) if rank == 0 else others * (who != "one")
+            codes[name] = fit(name)
+            Told.phase, Told.signals = "", 0  # a rank that writes nothing was not told in a save
+            assert fit(name) == 0
     return codes
 
 
@@ -115,7 +118,7 @@ def test_in_any_phase_to_one_rank_or_to_all(tmp_path: Path) -> None:
     first, second = run_ranks(train_all, 2, str(tmp_path), env={"TORCHELASTIC_RUN_ID": "1"})
     assert first == second
     assert set(first.values()) == {75}
-    assert len(first) == len(PHASES) * len(WHO)
+    assert len(first) == len(CASES)
     whole = tmp_path / "runs" / "whole"
     final = weights(whole, 6)
     for name in first:
