@@ -57,8 +57,8 @@ def class_score(
         average: ``binary``: of the positive class, see :func:`positive_class`; ``macro``: the mean over the classes
             that occur; ``micro``: of all decisions together; ``samples``: the mean over the records, multi-label only.
             None: ``binary`` for single labels of at most two classes, else ``macro``.
-        task_classes: all classes of the task, which decide whether there are two and which is the positive one. None:
-            the classes of the references do.
+        task_classes: all classes of the task, which decide whether there are two and which is the positive one. The
+            classes of the references do, if it is None or lacks one of these.
 
     Raises:
         ValueError: ``binary`` with more than two classes or with lists of labels; ``samples`` with single labels.
@@ -70,7 +70,7 @@ def class_score(
     if average == "samples":
         raise ValueError(f"it is for lists of labels, and these are single labels: use {score}_macro or {score}_micro")
     if average is None:
-        average = "binary" if len(set(references if task_classes is None else task_classes)) <= 2 else "macro"
+        average = "binary" if len(_known_classes(references, task_classes)) <= 2 else "macro"
     if average == "binary":
         positive = positive_class(predictions, references, task_classes)
         found, true = ([int(label == positive) for label in labels] for labels in (predictions, references))
@@ -90,12 +90,18 @@ def positive_class(predictions: Labels, references: Labels, task_classes: Collec
     Raises:
         ValueError: there are more than two classes.
     """
-    classes = set(references if task_classes is None else task_classes)
+    classes = _known_classes(references, task_classes)
     if len(classes) > 2:
         raise ValueError(f"it is for two classes, and there are {len(classes)}: use the macro or micro average")
     if len(classes) == 1:
         classes |= set(predictions)
     return 1 if classes <= {0, 1} else max(classes, key=size_or_letters)
+
+
+def _known_classes(references: Labels, task_classes: Collection[Any] | None) -> set[Any]:
+    """The task's classes; those of the references where a user's own task compares other labels than the task has."""
+    found = set(references)
+    return found if task_classes is None or not found <= {*task_classes} else {*task_classes}
 
 
 def with_task_classes(metrics: Mapping[str, Callable[..., Any]], classes: Collection[Any]) -> dict[str, Any]:

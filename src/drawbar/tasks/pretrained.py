@@ -179,10 +179,12 @@ class PretrainedTask(Task):
         limit = longest_input(model)
         for setting, length in self.required_positions().items():
             if limit is not None and length > limit:
+                field = "max_position_embeddings"
+                own_name = getattr(model.config, "attribute_map", {}).get(field, field)  # GPT-2: n_positions
                 raise UserError(
                     f"{setting} is {length}, but the model has {limit} positions",
                     where=setting,
-                    remedy=f"set {setting}={limit}, or a larger max_position_embeddings in task.from_scratch",
+                    remedy=f"set {setting}={limit}, or a larger {own_name} in task.from_scratch",
                 )
         self._check_router(model)
         if getattr(model, "generation_config", None) is not None:

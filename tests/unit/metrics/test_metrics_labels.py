@@ -93,6 +93,11 @@ def test_the_classes_of_the_task_come_first(classes: list[Any], positive: Any) -
         assert metrics["f1"](references, references) == 0
 
 
+def test_references_that_are_no_classes_of_the_task_decide_themselves() -> None:
+    metrics = with_task_classes({"f1": BUILT_IN_METRICS["f1"]}, ["red", "green", "blue"])
+    assert metrics["f1"](["no", "yes", "no"], ["no", "yes", "yes"]) == pytest.approx(2 / 3)
+
+
 def test_labels_that_are_numbers_and_texts() -> None:
     references, predictions = [1, 2, "none", 2], [1, 2, "none", 1]
     for name in ("f1_macro", "f1_micro", "f1", "mcc"):

@@ -169,6 +169,9 @@ def test_rows_longer_than_the_models_positions_are_refused() -> None:
     with pytest.raises(UserError, match=r"data.sequence_length is 49, but the model has 48 positions"):
         task.build_model()
     assert task_of(sequence_length=48).build_model().config.vocab_size == len(TOKENIZER)
+    gpt2 = task_of(sequence_length=49, model="gpt2", from_scratch=ARCHITECTURES["gpt2"])
+    with pytest.raises(UserError, match="a larger n_positions in task.from_scratch"):  # as GPT-2 calls it
+        gpt2.build_model()
 
 
 def test_an_auxiliary_loss_that_nothing_would_add_is_refused() -> None:
