@@ -84,7 +84,8 @@ def test_a_job_that_waits(slurm: SlurmCluster, project: Path) -> None:
     follower = user.follow("runs/tiny")
     assert follower.stderr is not None
     assert follower.stderr.readline() == f"job {number} waits: JobHeldUser\n"
-    assert user.do("cancel", "tiny") == f"job {number}: cancelled; nothing was saved\n"
+    runs = project / "runs"
+    assert user.do("cancel", "tiny") == f"job {number} of {runs / 'tiny'}: cancelled; nothing was saved\n"
     assert finish(follower).code == 1
     check_one_message(user.call("cancel", number).err, f"nothing to cancel: {number}: CANCELLED")
 
@@ -93,7 +94,10 @@ def test_a_job_that_waits(slurm: SlurmCluster, project: Path) -> None:
     assert "#SBATCH --time=9\n" in user.do("resume", "tiny", "cluster.time=9", "--dry-run")
 
     number = user.submit("cluster.options={hold: true}", "--sweep", "optim.lr=1e-2,1e-3", "run.name=wide")
-    assert user.do("cancel", "wide") == "".join(f"job {number}_{n}: cancelled; nothing was saved\n" for n in range(2))
+    elements = enumerate(("wide-lr1e-2", "wide-lr1e-3"))
+    assert user.do("cancel", "wide").splitlines() == [
+        f"job {number}_{index} of {runs / name}: cancelled; nothing was saved" for index, name in elements
+    ]
     kept = (project / "runs" / "wide" / "launch" / f"job-{number}.sh").read_text()
     assert user.do("resume", number, "--dry-run") == kept
     single = user.do("resume", "wide-lr1e-3", "--dry-run")
@@ -132,7 +136,7 @@ def test_cancelled_and_resumed(slurm: SlurmCluster, project: Path) -> None:
     assert f"at step {saved[1]}" in user.do("logs", again[1])
     said = user.call("cancel", "tiny", "--grace", "0")  # Slurm itself ends it then: it may have saved or not
     assert said.code == 0, said.err
-    assert said.out.startswith(f"job {again[1]}: ")
+    assert said.out.startswith(f"job {again[1]} of ")
     assert not user.status("tiny")["active"]
 
     # Slurm forgets jobs; the files do not
