@@ -170,7 +170,7 @@ def test_rows_longer_than_the_models_positions_are_refused() -> None:
         task.build_model()
     assert task_of(sequence_length=48).build_model().config.vocab_size == len(TOKENIZER)
     gpt2 = task_of(sequence_length=49, model="gpt2", from_scratch=ARCHITECTURES["gpt2"])
-    with pytest.raises(UserError, match="a larger n_positions in task.from_scratch"):  # as GPT-2 calls it
+    with pytest.raises(UserError, match=r"a larger n_positions in task\.from_scratch"):  # as GPT-2 calls it
         gpt2.build_model()
 
 
