@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from drawbar.cli.cancel import describe_cancelled
 from drawbar.cli.resume import resumable_jobs
 from drawbar.cli.submission import SubmitRequest, prepare_job
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import LaunchSection, RunConfig
 from drawbar.errors import UserError
 from drawbar.launch.jobs.follow import Follower
+from drawbar.launch.jobs.job_status import JobStatus
 from drawbar.launch.jobs.progress import read_progress
 from drawbar.launch.jobs.records import JobEnd, JobRecord, append_records, find, read, run_file, user_file
 from drawbar.launch.jobs.run_status import write_run_status
@@ -110,6 +112,13 @@ def test_a_name_is_that_of_this_folders_run(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=f"from several folders: {mine}, {other}"):
         find("run")
+
+
+def test_a_run_that_is_complete_is_not_to_be_resumed(tmp_path: Path) -> None:
+    job = record("7", tmp_path / "runs" / "tiny")
+    said = describe_cancelled(JobStatus(job, "COMPLETED", code=0))
+    assert said == f"job 7 of {job.run_dir}: completed before it was told to stop"
+    assert "stopped; nothing was saved" in describe_cancelled(JobStatus(job, "STOPPED", code=75))
 
 
 def line(**values: str) -> str:

@@ -43,10 +43,11 @@ def cancel(what: str, grace: int) -> None:
         )
     launcher_of(active[0].record).cancel(active, grace)
     for status in ask_status(status.record for status in active):
-        click.echo(_outcome(status))
+        click.echo(describe_cancelled(status))
 
 
-def _outcome(status: "JobStatus") -> str:
+def describe_cancelled(status: "JobStatus") -> str:
+    """How a job ended that was told to stop, and whether its run can go on."""
     from pathlib import Path
 
     from drawbar.errors import ExitCode
