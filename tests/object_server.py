@@ -107,8 +107,8 @@ class ObjectServer:
 
 def killing(pid: Callable[[], int], at: int) -> Fault:
     """SIGKILL the process group of ``pid`` when request number ``at`` comes, or when the process gives its ownership
-    of the folder back, which is its last request; the request is not carried out. How many requests there are before
-    that differs by a few from run to run: a slow machine deletes old checkpoints in fewer."""
+    of the folder back, which is its last request; the request is not carried out. The number of requests before that
+    differs by a few from run to run."""
     claimed = False
 
     def fault(number: int, method: str, path: str) -> int | None:

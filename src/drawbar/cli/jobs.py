@@ -37,7 +37,7 @@ def jobs(show_all: bool) -> None:
     statuses, errors = ask_status_where_possible(record for key, record in known.items() if key in wanted)
     for error in errors:
         click.echo(f"warning: some jobs are {UNKNOWN}: {error.what}", err=True)
-    for status in sorted(statuses, key=lambda status: status.record.time):
+    for status in statuses:
         record = status.record
         if show_all or status.is_active or is_recent(record, JobEnd.read(record), now):
             step = read_progress(Path(record.run_dir)).step_of_total

@@ -35,35 +35,33 @@ def launcher_of(record: JobRecord) -> Launcher:
     return get_launcher(record.launcher, f"the record of job {record.number}")
 
 
-def ask_status_where_possible(records: Iterable[JobRecord]) -> tuple[list[JobStatus], list[UserError]]:
-    """The status of these jobs, by launcher, and the errors of launchers that cannot tell: their jobs that have no end
-    file are ``UNKNOWN``, and may be active."""
-    wanted, found, errors = list(records), [], []
-    for name in dict.fromkeys(record.launcher for record in wanted):
-        own = [record for record in wanted if record.launcher == name]
-        try:
-            found += ask_status(own)
-        except UserError as error:
-            errors.append(error)
-            found += [status_from_files(record) or JobStatus(record, UNKNOWN, is_active=True) for record in own]
-    return found, errors
-
-
 def ask_status(records: Iterable[JobRecord]) -> list[JobStatus]:
     """The status of these jobs, in their order. Each launcher is asked once for all of its jobs.
 
     Raises:
         UserError: a launcher cannot tell, and some of its jobs have no file that says how they ended.
     """
-    wanted = list(records)
+    statuses, errors = ask_status_where_possible(records)
+    if errors:
+        raise errors[0]
+    return statuses
+
+
+def ask_status_where_possible(records: Iterable[JobRecord]) -> tuple[list[JobStatus], list[UserError]]:
+    """The status of these jobs, in their order, and the errors of launchers that cannot tell: those of their jobs that
+    have no end file are ``UNKNOWN``, and may be active."""
+    wanted, errors = list(records), []
     found: dict[JobRecord, JobStatus] = {}
     for name in dict.fromkeys(record.launcher for record in wanted):
         own = [record for record in wanted if record.launcher == name]
         try:
             statuses = launcher_of(own[0]).status(own)
-        except UserError:
-            statuses = [status for record in own if (status := status_from_files(record)) is not None]
-            if len(statuses) < len(own):
-                raise
+        except UserError as error:
+            ended = [status_from_files(record) for record in own]
+            if None in ended:
+                errors.append(error)
+            statuses = [
+                status or JobStatus(record, UNKNOWN, is_active=True) for status, record in zip(ended, own, strict=True)
+            ]
         found.update(zip(own, statuses, strict=True))
-    return [found[record] for record in wanted]
+    return [found[record] for record in wanted], errors

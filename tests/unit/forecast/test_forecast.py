@@ -259,7 +259,6 @@ def test_the_command(project: Path) -> None:
 OWN_MODEL = """
 import drawbar
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 
 class Plain(nn.Module):
