@@ -26,7 +26,7 @@ def be_told_twice(number: signal.Signals, echo_seconds: float) -> int:
     child = os.fork()
     if child == 0:
         agent.ECHO_SECONDS = echo_seconds
-        agent._handle_signals("no-such-folder")
+        agent._handle_signals("no-such-folder", [])
         with pytest.raises(SignalException):
             os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)
@@ -42,7 +42,7 @@ def test_a_signal_in_torchs_timing_comes_a_moment_later() -> None:
 def be_told_in_torchs_timing() -> int:
     child = os.fork()
     if child == 0:
-        agent._handle_signals("no-such-folder")
+        agent._handle_signals("no-such-folder", [])
         told: list[bool] = []
 
         @timing.prof

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,10 +45,6 @@ from drawbar.launch.node.rank_environment import STATUS_VARIABLE, become_launche
 from drawbar.launch.node.rendezvous import Rendezvous
 from drawbar.launch.node.warm_process import ForkedRank, WarmProcess
 
-_SAVE_SECONDS = 24 * 3600
-"""How long ranks may take to save after a signal, before they are killed: longer than any save takes. A scheduler kills
-them when its grace is over, a person by a second signal; ranks that wait for a lost rank end by themselves."""
-
 _QUIET_CODES = (ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 
 
@@ -74,12 +70,13 @@ def run_processes(
     with tempfile.TemporaryDirectory(prefix="drawbar-") as folder:
         status = Path(folder) / "status"
         os.environ[STATUS_VARIABLE] = str(status)
-        _handle_signals(folder)
+        ranks: list[ForkedRank | subprocess.Popen] = []
+        _handle_signals(folder, ranks)
         own = rendezvous or Rendezvous(Path(folder).name, "127.0.0.1:0", nodes=1, node=0, address="127.0.0.1")
         config = _launch_config(own, nproc, timeout, folder)
         try:
             checked = node_check.run(rendezvous) if rendezvous and node_check else contextlib.nullcontext()
-            with checked, _ranks_of(warm_process):
+            with checked, _ranks_of(warm_process, ranks):
                 elastic_launch(config, sys.executable)("-u", *arguments)
         except ChildFailedError as error:
             return _explain(error.failures)
@@ -109,19 +106,19 @@ def _launch_config(rendezvous: Rendezvous, nproc: int, timeout: float, log_dir: 
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=log_dir),
         signals_to_handle="SIGQUIT",  # drawbar handles the other signals itself
-        shutdown_timeout=_SAVE_SECONDS,
     )
 
 
 @contextlib.contextmanager
-def _ranks_of(warm_process: WarmProcess | None) -> Iterator[None]:
-    """Context in which torch's elastic launcher takes its ranks from ``warm_process``. torch has no option for this."""
+def _ranks_of(warm_process: WarmProcess | None, ranks: list[ForkedRank | subprocess.Popen]) -> Iterator[None]:
+    """Context in which torch's elastic launcher takes its ranks from ``warm_process``, and adds them to ``ranks``.
+    torch has no option for this."""
     start = subprocess_handler.Popen
 
     def fork_or_start(args: tuple[str, ...], env: dict[str, str], **options: Any) -> ForkedRank | subprocess.Popen:
-        if warm_process is not None and (rank := warm_process.fork(args[2:], env)):  # args: python, -u, …
-            return rank
-        return start(args, env=env, **options)
+        forked = None if warm_process is None else warm_process.fork(args[2:], env)  # args: python, -u, …
+        ranks.append(forked or start(args, env=env, **options))
+        return ranks[-1]
 
     subprocess_handler.Popen = fork_or_start
     try:
@@ -139,10 +136,11 @@ def _missing_nodes_error(rendezvous: Rendezvous, timeout: float) -> UserError:
     )
 
 
-def _handle_signals(folder: str) -> None:
+def _handle_signals(folder: str, ranks: Sequence[ForkedRank | subprocess.Popen]) -> None:
     """Pass the first signal on to the ranks, which save and end; at the second, leave at once: the ranks then end, too.
 
-    torch's own handlers would wait for the ranks again.
+    Torch's launcher would kill ranks that take longer than 30 s to save. A scheduler kills them when its grace is over,
+    a person by a second signal, and ranks that wait for a lost rank end by themselves.
     """
     told = -math.inf
 
@@ -154,6 +152,7 @@ def _handle_signals(folder: str) -> None:
             return
         told = time.monotonic()
         handle(leave_at_once, *REQUEUE_SIGNALS, *INTERRUPT_SIGNALS)
+        _signal_and_wait([rank.pid for rank in ranks], number)
         raise SignalException(f"received signal {number}", sigval=signal.Signals(number))
 
     def leave_at_once(number: int, frame: FrameType | None) -> None:
@@ -163,6 +162,18 @@ def _handle_signals(folder: str) -> None:
         os._exit(128 + number)
 
     handle(pass_on, *REQUEUE_SIGNALS, *INTERRUPT_SIGNALS)
+
+
+def _signal_and_wait(pids: Sequence[int], number: int) -> None:
+    """Send a signal to the sessions of these children, and wait until they have ended. They stay to be waited for, as
+    this interrupts code that may hold the lock of a ``Popen``."""
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)  # raises if another may have its number now
+            os.killpg(pid, number)
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 def _explain(failures: dict[int, ProcessFailure]) -> int:
