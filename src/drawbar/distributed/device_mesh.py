@@ -22,6 +22,19 @@ def build_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, astuple(dims), mesh_dim_names=AXES)
 
 
+def another_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
+    """A group of the ranks along an axis that is not the axis' own: messages in one do not wait for those in the other.
+    Every rank calls it.
+
+    Args:
+        mesh: with all five axes.
+    """
+    along = mesh.mesh.movedim(AXES.index(axis), -1).flatten(0, -2)
+    group, _ = dist.new_subgroups_by_enumeration(along.tolist())
+    assert group is not None, "every rank is somewhere along each axis"
+    return group
+
+
 def local_shape_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape of this rank's shard of a DTensor, and where it begins in the full tensor; any other tensor is full."""
     if not isinstance(tensor, DTensor):

@@ -136,9 +136,6 @@ class ModelExecutor:
 class TrainingPipeline(Protocol):
     """Training steps through the stages of a pipeline: ``Pipeline`` (torch) or ``DeepSpeedPipeline``."""
 
-    def round_up_micro_batches(self, count: int) -> int:
-        """The smallest number of micro-batches, at least ``count``, that the schedule accepts."""
-
     def run(self, inputs: Sequence[Inputs], loss: Loss) -> None:
         """Forward and backward of all micro-batches; gradients add up in the parameters."""
 
@@ -180,9 +177,6 @@ class PipelineExecutor:
 
     def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
         self.training_module.train()
-        fewest = min(micro_batches, key=lambda micro: next(iter(micro.batch.values())).numel())
-        missing = self.pipeline.round_up_micro_batches(len(micro_batches)) - len(micro_batches)
-        micro_batches = micro_batches + [MicroBatch(fewest.batch, is_filler=True)] * missing
         batches = list(self.device_copies.of(with_targets(self.task, micro_batches, self.loss_in_head)))
         forwards = [self._forward(batch) for batch in batches]
         loss_sum = torch.zeros((), device=self.device)

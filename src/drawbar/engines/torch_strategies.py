@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.packing import IGNORED_LABEL
-from drawbar.distributed.device_mesh import build_mesh
+from drawbar.distributed.device_mesh import another_group, build_mesh
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainingForward, task_loss
 from drawbar.engines.local_model import LocalModel, allow_packed_rows, apply_dtypes, build_shards, build_whole
@@ -180,6 +180,7 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
         stages.stage_modules,
         parallel.schedule,
         stages.group,
+        another_group(stages.mesh, "pp"),
         world.device,
         stages.hidden_size,
         precision,

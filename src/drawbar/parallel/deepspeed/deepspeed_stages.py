@@ -146,10 +146,6 @@ class DeepSpeedPipeline:
         engine._train_schedule = lambda: WithoutUpdate(engine.micro_batches, engine.num_stages, engine.stage_id)
         engine.step = engine._exec_optimizer_step
 
-    def round_up_micro_batches(self, count: int) -> int:
-        """See ``schedule.Pipeline``; DeepSpeed accepts any number."""
-        return count
-
     def run(self, inputs: Sequence[Inputs], loss: Loss) -> None:
         """Forward and backward of all micro-batches, with the gradients averaged over the data-parallel
         ranks."""

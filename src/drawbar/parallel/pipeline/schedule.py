@@ -1,23 +1,27 @@
-"""Training steps of a pipeline, by the schedules of ``torch.distributed.pipelining``.
+"""Training steps of a pipeline: in which order a rank computes, and what it sends to its neighbours.
 
-T: tokens in the largest micro-batch of a step, rounded up; H: hidden size. torch's stages send tensors of one fixed
-shape, but micro-batches differ in shape. So hidden states are sent as (T, H), padded with zeros, and each stage
-computes on unpadded micro-batches. They are sent in fp32, the dtype of the residual stream under autocast: so a
-pipeline computes the same as one process.
+The schedules are GPipe (Huang et al. 2019, arXiv:1811.06965), 1F1B and interleaved 1F1B (Narayanan et al. 2021,
+arXiv:2104.04473). A step is a list of instructions, known before it begins. Hidden states are sent in fp32, the dtype
+of the residual stream under autocast, so a pipeline computes the same as one process.
+
+Not by ``torch.distributed.pipelining``: its stages take micro-batches of one shape, and what has to be replaced inside
+them for micro-batches of many is another in torch 2.11, 2.13 and 2.15.
+
+P: ranks of the pipeline; B: rows, L: tokens in a row, of a micro-batch; H: hidden size.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.pipelining._backward import stage_backward
-from torch.nn import functional
 
+from drawbar.parallel.ddp import gradient_sync
 from drawbar.parallel.precision import autocast
 
 Inputs = Mapping[str, Any]
@@ -27,77 +31,96 @@ Loss = Callable[[Tensor, int], Tensor]
 from (0-d)."""
 
 
-class _Stage(PipelineStage):
-    """torch's stage, but keyword arguments come from ``inputs``, and hidden states may have any shape."""
+@dataclass(frozen=True)
+class Action:
+    """Forward or backward of one micro-batch through one stage. Stage ``s`` is on rank ``s % P``."""
 
-    inputs: Sequence[Inputs] = ()
-    precision = "fp32"
-    tokens = 0
-    reshard = False
-    """FSDP: reduce the gradients and free the parameters of each block within each backward, not once a step."""
+    stage: int
+    micro_batch: int
+    is_backward: bool
 
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(num_microbatches, has_backward)
-        self._free(*self.args_recv_info.values())
+    def needs(self, stages: int) -> "Action | None":
+        """The action of another stage whose result this one takes; None where the micro-batch or the loss begins it."""
+        before = self.stage + 1 if self.is_backward else self.stage - 1
+        return Action(before, self.micro_batch, self.is_backward) if 0 <= before < stages else None
 
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(num_microbatches)
-        self._free(*self.grad_recv_info.values())
+    def feeds(self, stages: int) -> "Action | None":
+        """The action of another stage that takes this one's result."""
+        after = self.stage - 1 if self.is_backward else self.stage + 1
+        return Action(after, self.micro_batch, self.is_backward) if 0 <= after < stages else None
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.args_recv_info[fwd_chunk_id])
-        return super().get_fwd_recv_ops(fwd_chunk_id)
 
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.grad_recv_info[bwd_chunk_id])
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+@dataclass(frozen=True)
+class Receive:
+    """Receive the result of another rank's action. Messages between two ranks come in the sender's order."""
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._free(self.args_recv_info[bwd_chunk_id], self.grad_recv_info[bwd_chunk_id])
+    result_of: Action
 
-    def _allocate(self, received: Iterable[Any]) -> None:
-        """Make the receive buffers of one micro-batch: torch would make those of all micro-batches at once."""
-        for info in received:
-            if getattr(info, "buffer", None) is not None:  # the first stage receives nothing
-                info.buffer = torch.empty_like(info.buffer, device=self.device)
 
-    @staticmethod
-    def _free(*received: Iterable[Any]) -> None:
-        for info in chain.from_iterable(received):
-            if getattr(info, "buffer", None) is not None:
-                info.buffer = torch.empty_like(info.buffer, device="meta")
+@dataclass(frozen=True)
+class Send:
+    """Send the result of an action to the rank whose action takes it."""
 
-    def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-        save_forward_output: bool = True,
-    ) -> Any:
-        return super().forward_one_chunk(fwd_chunk_id, args, dict(self.inputs[fwd_chunk_id]), save_forward_output)
+    result_of: Action
 
-    def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: Any) -> Tensor:
-        rows, length = kwargs["input_ids"].shape
-        taken = [hidden_TH[: rows * length].unflatten(0, (rows, length)) for hidden_TH in args]
-        with autocast(self.precision, self.device):
-            out: Tensor = super().forward_maybe_with_nosync(*taken, **kwargs)
-        if self.is_last:
-            return out
-        return functional.pad(out.flatten(0, 1).float(), (0, 0, 0, self.tokens - rows * length))
 
-    def backward_maybe_with_nosync(
-        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
-        if not (self.reshard and isinstance(self.submod, FSDPModule)):
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        assert backward_type == "full", "these schedules do not take a backward apart"
-        self.submod.set_is_last_backward(last_backward)
-        self.submod.set_reshard_after_backward(True)
-        self.submod.set_requires_gradient_sync(True)
-        self.submod.set_requires_all_reduce(last_backward)
-        names = ("stage_output", "output_grads", "input_values")
-        return stage_backward(*(bwd_kwargs[name] for name in names)), None
+Instruction = Action | Receive | Send
+
+
+def actions_of(schedule: str, rank: int, ranks: int, chunks: int, count: int) -> list[Action]:
+    """What a rank computes in a step of ``count`` micro-batches, in order.
+
+    Some forwards come first, then one forward and one backward in turn, then the remaining backwards. With several
+    stages on a rank, rounds of P micro-batches pass through one of its stages after another; what the last round lacks
+    is left out.
+
+    Args:
+        schedule: ``gpipe``, ``1f1b`` or ``interleaved``.
+        chunks: stages on each rank.
+    """
+    rounds = [range(first, first + ranks) for first in range(0, count, ranks)]
+    order = [(chunk, number) for numbers in rounds for chunk in range(chunks) for number in numbers]
+    forwards = [Action(rank + ranks * chunk, number, False) for chunk, number in order]
+    backwards = [Action(rank + ranks * (chunks - 1 - chunk), number, True) for chunk, number in order]
+    behind = ranks - 1 - rank  # how many ranks the first micro-batch has still to pass
+    lead = {"gpipe": len(order), "1f1b": behind, "interleaved": (chunks - 1) * ranks + 2 * behind}[schedule]
+    in_turn = chain.from_iterable(zip_longest(forwards[lead:], backwards))
+    return [action for action in (*forwards[:lead], *in_turn) if action is not None and action.micro_batch < count]
+
+
+def instructions_of(schedule: str, rank: int, ranks: int, chunks: int, count: int) -> list[Instruction]:
+    """A rank's step: its actions, each behind what it has to receive, and followed by what it has to send."""
+    stages = ranks * chunks
+    arrivals = {}
+    for peer in {(rank - 1) % ranks, (rank + 1) % ranks}:
+        fed = [(action, action.feeds(stages)) for action in actions_of(schedule, peer, ranks, chunks, count)]
+        arrivals[peer] = iter([action for action, taker in fed if taker is not None and taker.stage % ranks == rank])
+    received: set[Action] = set()
+    instructions: list[Instruction] = []
+    for action in actions_of(schedule, rank, ranks, chunks, count):
+        needed = action.needs(stages)
+        while needed is not None and needed not in received:
+            arrival = next(arrivals[needed.stage % ranks])
+            received.add(arrival)
+            instructions.append(Receive(arrival))
+        instructions.append(action)
+        if action.feeds(stages) is not None:
+            instructions.append(Send(action))
+    return instructions
+
+
+@dataclass
+class _Step:
+    """What a rank holds within a step."""
+
+    inputs: Sequence[Inputs]
+    loss: Loss
+    messages: dict[Action, Tensor] = field(default_factory=dict)
+    """Results of actions, to be sent or received: hidden states and their gradients, fp32, shape (B, L, H)."""
+    graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    """By stage and micro-batch, from forward to backward: what the stage received, and its output."""
+    sent: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    """Messages on their way; their memory must stay."""
 
 
 class Pipeline:
@@ -106,9 +129,11 @@ class Pipeline:
     Args:
         stage_modules: in order: stage ``i``, and with interleaving ``i + P`` as well, on rank ``i`` of P.
         schedule: ``gpipe``, ``1f1b`` or ``interleaved``.
-        group: the ranks that hold the model's stages, in their order.
+        group: the ranks that hold the model's stages, in their order; for messages to higher ranks.
+        downward: the same ranks in another group, for messages to lower ranks: NCCL keeps the order of all messages in
+            a group, and two ranks that send to each other at once would wait for one another.
         width: H.
-        reshard: see ``_Stage``.
+        reshard: FSDP: reduce the gradients and free the parameters of each block within each backward, not once a step.
     """
 
     def __init__(
@@ -116,29 +141,22 @@ class Pipeline:
         stage_modules: Sequence[nn.Module],
         schedule: str,
         group: dist.ProcessGroup,
+        downward: dist.ProcessGroup,
         device: torch.device,
         width: int,
         precision: str,
         reshard: bool,
     ) -> None:
         self.stage_modules = stage_modules
-        self.name = schedule
+        self.schedule = schedule
         self.group = group
+        self.downward = downward
         self.device = device
         self.width = width
         self.precision = precision
         self.reshard = reshard
-        self._key: tuple[int, int] | None = None
-        self._stages: list[_Stage] = []
-        self._schedule: Any = None
-        self._loss: Loss | None = None
-
-    def round_up_micro_batches(self, count: int) -> int:
-        """The smallest number of micro-batches, at least ``count``, that the schedule accepts."""
-        ranks = self.group.size()
-        while self.name == "interleaved" and count % max(1, count // ranks) != 0:  # what torch refuses
-            count += 1
-        return count
+        self.rank, self.ranks = group.rank(), group.size()
+        self.stages = self.ranks * len(stage_modules)
 
     def run(self, inputs: Sequence[Inputs], loss: Loss) -> None:
         """Forward and backward of all micro-batches; gradients add up in the parameters.
@@ -146,64 +164,67 @@ class Pipeline:
         Every rank calls it with the same micro-batches.
 
         Args:
-            inputs: of each micro-batch, as many as ``round_up_micro_batches`` says.
             loss: called on the last stage alone.
         """
-        self._prepare(len(inputs), _rounded_up(max(each["input_ids"].numel() for each in inputs)))
-        for stage in self._stages:
-            stage.inputs = inputs
-        self._loss = loss
-        self._schedule.step(target=torch.arange(len(inputs)), return_outputs=False)
-        self._loss = None
-        for stage in self._stages:
-            stage.inputs = ()
+        step = _Step(inputs, loss)
+        chunks = len(self.stage_modules)
+        for instruction in instructions_of(self.schedule, self.rank, self.ranks, chunks, len(inputs)):
+            match instruction:
+                case Receive(action):
+                    step.messages[action] = self._receive(step, action)
+                case Send(action):
+                    self._send(step, action)
+                case Action(is_backward=False):
+                    self._forward(step, instruction)
+                case Action():
+                    self._backward(step, instruction)
+        for work, _ in step.sent:
+            work.wait()
 
-    def _prepare(self, count: int, tokens: int) -> None:
-        """Make the schedule for ``count`` micro-batches of this size. Only the newest is kept: sizes are rounded up, so
-        most steps use the same one again."""
-        if self._key == (count, tokens):
-            return
-        self._schedule, self._stages = None, []
-        ranks, rank = self.group.size(), self.group.rank()
-        self._stages = [
-            self._stage(module, rank + ranks * chunk, ranks * len(self.stage_modules), tokens)
-            for chunk, module in enumerate(self.stage_modules)
-        ]
-        options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._compute_loss, "scale_grads": False}
-        if self.name == "interleaved":
-            self._schedule = ScheduleInterleaved1F1B(list(self._stages), **options)
-        elif self.name == "gpipe" or count < ranks:  # torch's 1F1B refuses so few micro-batches
-            self._schedule = ScheduleGPipe(self._stages[0], **options)
-        else:
-            self._schedule = Schedule1F1B(self._stages[0], **options)
-        self._key = (count, tokens)
-
-    def _stage(self, part: nn.Module, index: int, stages: int, tokens: int) -> _Stage:
-        hidden_TH = torch.empty((tokens, self.width), device="meta", requires_grad=True)
-        stage = _Stage(
-            part,
-            index,
-            stages,
-            self.device,
-            input_args=(hidden_TH,) if index > 0 else (),
-            output_args=(hidden_TH,),  # wrong for the last stage, where it is not used
-            group=self.group,
-        )
-        stage.precision = self.precision
-        stage.reshard = self.reshard
-        stage.tokens = tokens
-        return stage
-
-    def _compute_loss(self, logits: Tensor, number: Tensor) -> Tensor:
-        assert self._loss is not None
+    def _forward(self, step: _Step, action: Action) -> None:
+        module, inputs = self.stage_modules[action.stage // self.ranks], step.inputs[action.micro_batch]
+        needed = action.needs(self.stages)
+        hidden_BLH = None if needed is None else step.messages.pop(needed).requires_grad_()
         with autocast(self.precision, self.device):
-            return self._loss(logits, int(number))
+            out = module(**inputs) if hidden_BLH is None else module(hidden_BLH, **inputs)
+            if action.feeds(self.stages) is None:
+                out = step.loss(out, action.micro_batch)
+        if action.feeds(self.stages) is not None:
+            out = out.float().contiguous()
+            step.messages[action] = out.detach()
+        step.graphs[action.stage, action.micro_batch] = hidden_BLH, out
 
+    def _backward(self, step: _Step, action: Action) -> None:
+        module, is_last = self.stage_modules[action.stage // self.ranks], action.micro_batch == len(step.inputs) - 1
+        hidden_BLH, out = step.graphs.pop((action.stage, action.micro_batch))
+        needed = action.needs(self.stages)
+        gradient_BLH = None if needed is None else step.messages.pop(needed)
+        if isinstance(module, FSDPModule):
+            module.set_is_last_backward(is_last)
+        with gradient_sync(module, is_last, gathers_once=not self.reshard):
+            out.backward(gradient_BLH)
+        if hidden_BLH is not None:
+            assert hidden_BLH.grad is not None, "every output of a stage depends on what it received"
+            step.messages[action] = hidden_BLH.grad.contiguous()
 
-def _rounded_up(tokens: int) -> int:
-    """To one of four sizes between two powers of two: then few steps need a new schedule."""
-    unit = 2 ** max(0, tokens.bit_length() - 3)
-    return -(-tokens // unit) * unit
+    def _receive(self, step: _Step, action: Action) -> Tensor:
+        message_BLH = torch.empty(*step.inputs[action.micro_batch]["input_ids"].shape, self.width, device=self.device)
+        source = action.stage % self.ranks
+        dist.recv(message_BLH, group=self._group(source, self.rank), group_src=source)
+        return message_BLH
+
+    def _send(self, step: _Step, action: Action) -> None:
+        while step.sent and step.sent[0][0].is_completed():
+            step.sent.popleft()
+        message_BLH, taker = step.messages.pop(action), action.feeds(self.stages)
+        assert taker is not None, "the result of an action that feeds none is not sent"
+        destination = taker.stage % self.ranks
+        work = dist.isend(message_BLH, group=self._group(self.rank, destination), group_dst=destination)
+        assert work is not None, "this rank is in the group"
+        step.sent.append((work, message_BLH))
+
+    def _group(self, source: int, destination: int) -> dist.ProcessGroup:
+        return self.group if source < destination else self.downward
 
 
 @torch.no_grad()
