@@ -152,8 +152,8 @@ def _tensor_plan(model: PreTrainedModel) -> ModelParallelPlan:
     kind = config.model_type
     family = _OWN.get(kind)
     if family is None:
-        theirs = getattr(model.base_model.config, "base_model_tp_plan", None)
-        unknown = set((theirs or {}).values()) - set(_HUGGINGFACE)
+        theirs = _plan_of_transformers(model)
+        unknown = set(theirs.values()) - set(_HUGGINGFACE)
         unfit = kind in _UNFIT or (kind == "cohere" and config.use_qk_norm)
         if not theirs or unknown or unfit:
             why = f"its plan has styles that are not known here ({', '.join(sorted(unknown))})"
@@ -174,6 +174,15 @@ def _tensor_plan(model: PreTrainedModel) -> ModelParallelPlan:
         divided_attributes={prefix + name: attributes for name, attributes in family.divided_attributes.items()},
         divisible_sizes=_divisible_sizes(config),
     )
+
+
+def _plan_of_transformers(model: PreTrainedModel) -> dict[str, str]:
+    """Styles by names relative to the base model, without the token embedding, which gets ours (``_vocabulary``)."""
+    base: Any = model.base_model
+    embedding = model.get_input_embeddings()
+    plan = getattr(base.config, "base_model_tp_plan", None) or {}
+    ours = {name for name, module in base.named_modules() if module is embedding}
+    return {name: style for name, style in plan.items() if name not in ours}
 
 
 def _norms_of_heads(styles: Mapping[str, Style]) -> dict[str, Style]:

@@ -43,7 +43,8 @@ class _SequenceSharding:
         batch, _, width = x_BlH.shape
         shape, stride = torch.Size((batch, self.length, width)), (self.length * width, width, 1)
         cut = DTensor.from_local(x_BlH.contiguous(), self.mesh, [SEQUENCE], shape=shape, stride=stride)
-        return cut.redistribute(placements=[Replicate()]).to_local(grad_placements=[gradient])
+        whole: Tensor = cut.redistribute(placements=[Replicate()]).to_local(grad_placements=[gradient])
+        return whole.contiguous()  # torch 2.11 leaves the ranks' shards one after another
 
 
 class _PerRankRng:

@@ -22,7 +22,8 @@ def test_they_are_what_torch_counts(config: Any) -> None:
     tokens_BL = torch.zeros(2, 24, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=tokens_BL).logits.sum().backward()
-    assert training_flops_per_token(model, attended=24) == counter.get_total_flops() / tokens_BL.numel()
+    angles = sum(counter.flop_counts["LlamaForCausalLM.model.rotary_emb"].values())  # a product in older transformers
+    assert training_flops_per_token(model, attended=24) == (counter.get_total_flops() - angles) / tokens_BL.numel()
 
 
 def test_frozen_weights_have_no_gradient_to_compute() -> None:

@@ -178,8 +178,11 @@ def test_weights_that_are_tied_by_the_config_may_be_stored_twice(tmp_path: Path,
         weights["decoder.embed_tokens.weight"] = weights.pop(source)  # and the encoder's is that one, in another place
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     structure = build_meta_model(str(tmp_path), head)
-    assert (structure.lm_head.weight is not structure.get_input_embeddings().weight) == differs
-    assert_same(filled(tmp_path, structure), load_pretrained(str(tmp_path), head))
+    loaded = load_pretrained(str(tmp_path), head)
+    ties = [model.lm_head.weight is model.get_input_embeddings().weight for model in (structure, loaded)]
+    assert ties[0] == ties[1]  # of differing ones without their source, versions of transformers keep different ones
+    assert differs or ties[0]
+    assert_same(filled(tmp_path, structure), loaded)
 
 
 def test_stored_buffers_are_loaded(tmp_path: Path) -> None:
