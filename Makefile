@@ -10,7 +10,11 @@ install = $(UV) $(1) || $(PIP) --no-build-isolation $(1)
 # where it is set, thousands of processes would compile what they import anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all quick lint bench docs clean
+# what knows torch and transformers from inside: models, strategies, ranks, checkpoints, launches
+VERSION_TESTS := tests/unit/models tests/unit/parallel tests/unit/engines tests/unit/runtime tests/unit/optim \
+  tests/unit/util/test_versions.py tests/distributed tests/faults/test_resume.py tests/faults/test_signals.py
+
+.PHONY: demo test test-all test-oldest test-newest quick lint bench docs clean
 
 demo: .venv/installed
 	$(BIN)/python examples/python_stdlib/demo.py
@@ -23,6 +27,18 @@ test: lint
 # every case of the lists of which `make test` runs some
 test-all:
 	DRAWBAR_TESTS=all $(MAKE) test
+
+# the two ends of the versions in pyproject.toml, each in an environment of its own, with the Python that goes with them
+# where there is one (pyenv's are not on the path); torch is a CUDA build there, and runs on CPUs
+runs = $(shell for each in $(1) $(wildcard $(HOME)/.pyenv/versions/*/bin/$(1)) $(PYTHON); do \
+  $$each -c "" 2>/dev/null && echo $$each && break; done)
+test-oldest: VERSION_PYTHON = $(call runs,python3.12)
+test-newest: VERSION_PYTHON = $(call runs,python3.13)
+test-oldest test-newest: test-%: constraints/%.txt .venv/installed
+	test -x .venv-$*/bin/python || $(BIN)/uv venv --quiet --python $(VERSION_PYTHON) .venv-$*
+	$(BIN)/uv pip install --quiet --python .venv-$*/bin/python -c $< torch setuptools setuptools-scm
+	DS_BUILD_OPS=0 $(BIN)/uv pip install --quiet --python .venv-$*/bin/python --no-build-isolation -c $< -e '.[dev]'
+	.venv-$*/bin/python -m pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder $(VERSION_TESTS)
 
 # less than two minutes: what needs no ranks, and finds most mistakes in settings, names and layers
 quick: lint

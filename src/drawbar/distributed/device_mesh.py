@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from drawbar.config.parallel_dims import AXES, ParallelDims
+from drawbar.runtime.torch_internals import compute_local_shape_and_global_offset
 
 
 def replica_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:

@@ -24,6 +24,7 @@ from drawbar.distributed.rank_info import RankInfo, has_launcher, node_name
 from drawbar.distributed.stores import prefixed_store
 from drawbar.distributed.watchdog import ProcessId, Watchdog
 from drawbar.errors import ExitCode, UserError
+from drawbar.runtime.torch_internals import _world
 
 T = TypeVar("T")
 
@@ -128,7 +129,7 @@ class Distributed:
     def set_group_timeouts(self) -> None:
         """Give the run's timeout to all process groups, those of meshes and libraries too: torch's is 10 or 30 min."""
         set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # new in torch 2.14
-        for group in dist.distributed_c10d._world.pg_map:
+        for group in _world.pg_map:
             set_timeout(self.timeout, group)
 
     def _give_up(self) -> None:

@@ -10,6 +10,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
 from drawbar.doctor.finding import Finding, Fix, Level
+from drawbar.util.versions import TESTED, is_tested
 
 SECTION = "Libraries"
 SHOWN = ("torch", "transformers", "deepspeed", "peft")
@@ -75,6 +76,9 @@ def check_libraries(libraries: list[Library], needed: Mapping[str, str]) -> Iter
         elif not library.fits:
             level = Level.PROBLEM if is_needed else Level.WARNING
             yield Finding(SECTION, library.name, level, f"{library.version}, but {wanted}", why, Fix(install))
+        elif library.version and not is_tested(library.name, library.version):
+            newest = TESTED[library.name][1]
+            yield Finding(SECTION, library.name, Level.WARNING, f"{library.version}: drawbar is tested up to {newest}")
         elif library.name in SHOWN or not library.range:
             yield Finding(SECTION, library.name, Level.OK, f"{library.version}", library.range and wanted)
         else:

@@ -10,19 +10,16 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
 
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.distributed import device_mesh
 from drawbar.distributed.process_group import DataParallelRanks, Distributed
 from drawbar.distributed.rank_info import RankInfo
-from drawbar.engines import local_model, stage_building
+from drawbar.engines import local_model, stage_building, torch_strategies
+from drawbar.runtime.torch_internals import FakeStore, FakeTensorMode, ShardingPropagator, _disable_current_modes
 
 T = TypeVar("T")
 
@@ -33,6 +30,7 @@ as it does on CUDA."""
 
 _ON_REAL_TENSORS: tuple[tuple[Any, str], ...] = (
     (device_mesh, "init_device_mesh"),
+    (torch_strategies, "another_group"),
     *((DeviceMesh, name) for name in ("__getitem__", "_flatten", "_concatenate", "_unflatten")),
     (stage_building, "build_stage"),
     (local_model, "prepared_meta_model"),

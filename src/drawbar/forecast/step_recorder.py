@@ -8,12 +8,11 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
+
+from drawbar.runtime.torch_internals import FakeTensor, TorchDispatchMode, _resolve_process_group, tree_leaves
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 LOGITS, COMMUNICATION, ACTIVATIONS = "logits", "communication", "activations"
@@ -194,7 +193,7 @@ def _group_of(args: Any, kwargs: Any) -> dist.ProcessGroup | None:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             return dist.ProcessGroup.unbox(value)
         if isinstance(value, str):
-            return dist.distributed_c10d._resolve_process_group(value)
+            return _resolve_process_group(value)
     return None
 
 

@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.dataset import Sample
@@ -15,6 +13,7 @@ from drawbar.data.packing import RowLayout
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.executors import count_targets, with_targets
 from drawbar.models.segments import find_segments
+from drawbar.runtime.torch_internals import FakeTensorMode, _disable_current_modes
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.method_errors import method_error
 from drawbar.tasks.task import Task

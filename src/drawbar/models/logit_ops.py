@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from drawbar.parallel.chunked_loss import Transform
+from drawbar.runtime.torch_internals import TorchDispatchMode
 
 
 class UnknownHead(Exception):

@@ -19,13 +19,13 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from drawbar.config.schema.run_config import LoraSection, RunConfig
 from drawbar.errors import UserError
+from drawbar.runtime.torch_internals import _BatchNorm
 
 _ADAPTER = "default"
 """peft's own name for the only adapter of a model; a part of the parameters' names (``lora_A.default.weight``)."""

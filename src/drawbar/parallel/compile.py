@@ -59,7 +59,10 @@ class CompileClock:
     """Counts the seconds that torch compiles for in this process, from now on."""
 
     def __init__(self) -> None:
-        from torch._dynamo import on_compile_end, on_compile_start  # seconds to import: for runs that compile
+        from drawbar.runtime.torch_internals import (  # seconds to import: for runs that compile
+            on_compile_end,
+            on_compile_start,
+        )
 
         self.seconds = 0.0
         self._began = 0.0

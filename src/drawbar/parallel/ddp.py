@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from drawbar.errors import UserError
+from drawbar.runtime.torch_internals import ReplicateModule
 
 # buffers are shared before evaluation and saving (``parallel.buffers``), and not in every forward. The setting of
 # torch 2.13, unlike the older one, does not switch off the broadcast that DDP makes when it is built

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -20,13 +19,13 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from drawbar.config.schema.run_config import ParallelSection
 from drawbar.errors import UserError
 from drawbar.parallel.blocks import repeated_blocks
 from drawbar.parallel.low_precision_weights import parameters_cast_by_autocast
 from drawbar.parallel.synced_generate import synchronize_generate
+from drawbar.runtime.torch_internals import DefaultReduceScatter, replicate
 from drawbar.util.dtypes import DTYPES
 
 

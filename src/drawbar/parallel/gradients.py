@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from drawbar.runtime.torch_internals import _foreach_mul_, _foreach_norm
+
 
 def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> None:
     """All-reduce gradients that are still partial sums on the tensor-parallel ranks."""
@@ -38,7 +40,7 @@ def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     dtype = sum_dtype(device)
     total = torch.zeros((), dtype=dtype, device=device)
     for kind, locals_ in kinds.items():
-        norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(locals_)])
+        norms = torch.stack([norm.to(device) for norm in _foreach_norm(locals_)])
         part = norms.to(dtype).square().sum()
         for group in groups.get(kind, []):
             dist.all_reduce(part, group=group)
@@ -58,7 +60,7 @@ def scale_(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
     for local in locals_:
         by_device.setdefault(local.device, []).append(local)
     for device, tensors in by_device.items():
-        torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
+        _foreach_mul_(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:

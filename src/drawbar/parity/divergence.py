@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree
 
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import MicroBatch
@@ -38,6 +37,7 @@ from drawbar.parity.comparison import (
 from drawbar.parity.recorder import clean_name, groups_of_tied_names, modules_of
 from drawbar.parity.rounding import limits, noises
 from drawbar.parity.workload import Workload
+from drawbar.runtime.torch_internals import tree_leaves
 from drawbar.tasks.batch import Batch
 
 MicroBatches = list[MicroBatch[Batch]]
@@ -259,9 +259,7 @@ class _Hooks:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             call = self.calls[name]
             self.calls[name] += 1
-            leaves = [
-                leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()
-            ]
+            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
             for number, tensor in enumerate(leaves):
                 self._on_output(f"{name}#{call}#{number}", tensor)
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from drawbar.parity.comparison import FP32_TOLERANCES, Differences, Distances, Limits, Tolerances
+from drawbar.runtime.torch_internals import tree_map
 from drawbar.util.dtypes import DTYPES
 
 DRAWS = 8
@@ -49,7 +49,7 @@ class Noise:
             return (leaf * (1 + change)).to(leaf.dtype)
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            return _pytree.tree_map(rounded, output)
+            return tree_map(rounded, output)
 
         for module in model.modules():
             module.register_forward_hook(after)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.dataset import Sample
@@ -23,6 +22,7 @@ from drawbar.evaluation.scoring import Split, merge_scores, predictions_by_recor
 from drawbar.models.lora import saved_tensors
 from drawbar.runtime.log import logger
 from drawbar.runtime.safetensors_reader import STORED_DTYPES
+from drawbar.runtime.torch_internals import _BatchNorm
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.method_errors import is_user_defined, method_error
 from drawbar.tasks.task import Task

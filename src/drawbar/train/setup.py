@@ -42,6 +42,7 @@ from drawbar.tasks.task_context import TaskContext
 from drawbar.tasks.task_registry import is_named, task_class
 from drawbar.tasks.user_methods import make_task, name_failing_method
 from drawbar.util.atomic_files import sync, write_durably
+from drawbar.util.versions import untested_versions
 
 METADATA_FILE = "task.json"
 """In a run directory: the dataset metadata of the run's task."""
@@ -61,6 +62,12 @@ def warn_of_one_process(config: RunConfig, device: torch.device) -> None:
             "`drawbar train` does, or start this script with `torchrun --nproc_per_node=%d`",
             *(wanted, wanted),
         )
+
+
+def warn_of_untested_versions() -> None:
+    """Warn once of libraries that are older or newer than those that drawbar is tested with."""
+    if untested := untested_versions():
+        logger.warning("drawbar is not tested with %s: should something fail, look there first", ", ".join(untested))
 
 
 def build_task(

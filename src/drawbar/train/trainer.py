@@ -77,6 +77,7 @@ from drawbar.train.setup import (
     log_changed_schedule,
     save_task,
     warn_of_one_process,
+    warn_of_untested_versions,
 )
 from drawbar.train.shared_disks import Disks, check_disk_count, find_shared_disks
 from drawbar.train.step import RunProgress, StepInfo
@@ -143,6 +144,7 @@ class Trainer:
         console = make_console(rank_info.is_rank0)
         start_logging(rank_info.rank, console.logging_handler())
         warn_of_one_process(self.config, device)
+        warn_of_untested_versions()
         try:
             with (
                 errors_in_log(),

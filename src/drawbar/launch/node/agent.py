@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch.distributed.elastic.metrics import api as timing
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -44,6 +43,7 @@ from drawbar.launch.node.node_check import NodeCheck
 from drawbar.launch.node.rank_environment import STATUS_VARIABLE, become_launcher
 from drawbar.launch.node.rendezvous import Rendezvous
 from drawbar.launch.node.warm_process import ForkedRank, WarmProcess
+from drawbar.runtime.torch_internals import subprocess_handler
 
 _QUIET_CODES = (ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 

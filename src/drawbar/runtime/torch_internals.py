@@ -1,0 +1,69 @@
+"""What drawbar uses of torch that is not public: the one place to look at when a new torch is out.
+
+Names are imported from here: ``from drawbar.runtime.torch_internals import ReplicateModule``. They are looked up when
+they are asked for, as some take seconds to import. A test looks for all of them in each torch that is tested.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from drawbar.errors import UserError
+from drawbar.util.versions import TESTED, installed
+
+NAMES = {
+    "DefaultReduceScatter": ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "FSDP that reduces in bf16"),
+    "FakeStore": ("torch.testing._internal.distributed.fake_pg", "plan: process groups of one rank"),
+    "FakeTensor": ("torch._subclasses.fake_tensor", "plan: tensors without memory"),
+    "FakeTensorMode": ("torch._subclasses.fake_tensor", "plan: tensors without memory"),
+    "ReplicateModule": ("torch.distributed._composable.replicate_with_fsdp", "replicas on a mesh"),
+    "ShardingPropagator": ("torch.distributed.tensor._sharding_prop", "plan: shapes of shards"),
+    "TorchDispatchMode": ("torch.utils._python_dispatch", "the operators of a step"),
+    "_BatchNorm": ("torch.nn.modules.batchnorm", "layers that mix the samples of a batch"),
+    "_disable_current_modes": ("torch.utils._python_dispatch", "plan: what must run on real tensors"),
+    "_foreach_mul_": ("torch", "gradients clipped by one kernel"),
+    "_foreach_norm": ("torch", "norms of all gradients by one kernel"),
+    "_resolve_process_group": ("torch.distributed.distributed_c10d", "plan: the ranks of a collective"),
+    "_world": ("torch.distributed.distributed_c10d", "timeouts of the groups of meshes and libraries"),
+    "compute_local_shape_and_global_offset": ("torch.distributed.tensor._utils", "where a shard lies in its tensor"),
+    "on_compile_end": ("torch._dynamo", "how long compiling takes"),
+    "on_compile_start": ("torch._dynamo", "how long compiling takes"),
+    "replicate": ("torch.distributed._composable.replicate_with_fsdp", "replicas on a mesh"),
+    "subprocess_handler": ("torch.distributed.elastic.multiprocessing.subprocess_handler", "ranks that are forked"),
+    "tree_leaves": ("torch.utils._pytree", "the tensors of nested arguments"),
+    "tree_map": ("torch.utils._pytree", "the tensors of nested arguments"),
+}
+"""By name: its module, and what it is for."""
+
+MEMBERS = (
+    "torch.distributed.device_mesh:DeviceMesh._concatenate",
+    "torch.distributed.device_mesh:DeviceMesh._flatten",
+    "torch.distributed.device_mesh:DeviceMesh._unflatten",
+    "torch.distributed.distributed_c10d:_world.pg_map",
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler:Popen",
+    "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
+    "torch.distributed.tensor.parallel:ColwiseParallel._prepare_output_fn",
+    "torch.distributed.tensor.parallel:ParallelStyle._apply",
+    "torch:ops.aten._scaled_dot_product_cudnn_attention.default",
+    "torch:ops.aten._scaled_dot_product_efficient_attention.default",
+    "torch:ops.aten._scaled_dot_product_flash_attention.default",
+    "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu.default",
+)
+"""Members of torch's modules and classes that are replaced, overridden, or asked for by name."""
+
+
+def __getattr__(name: str) -> Any:
+    """
+    Raises:
+        UserError: this torch has no such name.
+    """
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    module, purpose = NAMES[name]
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        first, last = TESTED["torch"]
+        raise UserError(
+            f"torch {installed('torch')} has no {module}.{name}, which drawbar uses ({purpose})",
+            remedy=f"install a torch from {first} to {last}, with which drawbar is tested",
+        ) from error
