@@ -8,7 +8,9 @@ size; n: samples of a group, l: tokens of its longest.
 The padding of a row counts as a sample of its own, behind the others; it has 0 tokens if there is no padding.
 """
 
+import inspect
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -26,8 +28,8 @@ LEAST_SHARE = 2 / 3
 """A sample joins a group if it has at least this share of the tokens of the group's longest."""
 SHORT = 16
 """Samples of up to so many tokens share a group: a call costs more than their padding."""
-VARLEN_SINCE = "2.12"
-"""The torch whose ``varlen_attn`` takes fewer heads of keys than of queries."""
+VARLEN_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether torch's ``varlen_attn`` takes fewer heads of keys than of queries. That of torch 2.11 does not."""
 FLASH_HEAD_SIZE = 256
 """The largest that flash attention takes."""
 
@@ -187,14 +189,10 @@ def attend(
         of_keys, position_bias = source_segments, None  # T5 has no bias in cross-attention
     rows, length = query.shape[0], query.shape[2]
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    if position_bias is None and not dropout and _takes_varlen(query, key, value) and others.get("softcap") is None:
+    if position_bias is None and not dropout and others.get("softcap") is None and _takes_flash(query, key, value):
         left = -1 if sliding_window is None else sliding_window - 1
-        attended_THD = varlen_attn(
-            *(query, key, value, segments.starts, of_keys.starts, segments.longest, of_keys.longest),
-            scale=others.get("scaling"),
-            window_size=(left, 0 if causal else left),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        window = (left, 0 if causal else left)
+        attended_THD = _attend_by_flash(query, key, value, segments, of_keys, window, others.get("scaling"))
     else:
         attended_THD = _attend_in_groups(
             module, query, key, value, segments, of_keys, sliding_window, position_bias, others
@@ -206,19 +204,64 @@ AttentionInterface.register(SEGMENTED, attend)
 AttentionMaskInterface.register(SEGMENTED, sdpa_mask)  # for padded batches; with segments no mask is asked for
 
 
-def _takes_varlen(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> bool:
-    """Whether torch's flash attention for samples of any lengths takes these. It has no dropout and no bias."""
-    size = query_THD.shape[2]
+def flash_takes(dtype: torch.dtype, head_size: int, device: torch.device) -> bool:
+    """Whether torch's flash attention for samples of any lengths computes heads of this size. It has no dropout and
+    no bias. For a CUDA device that this machine lacks, the answer is that of GPUs since Ampere."""
     return (
-        query_THD.is_cuda
+        device.type == "cuda"
         and torch.version.hip is None
-        and torch.__version__ >= VARLEN_SINCE
-        and torch.cuda.get_device_capability(query_THD.device) >= (8, 0)
-        and query_THD.dtype in (torch.float16, torch.bfloat16)
-        and query_THD.dtype == key_THD.dtype == value_THD.dtype
-        and size == value_THD.shape[2] <= FLASH_HEAD_SIZE
-        and size % 8 == 0
+        and dtype in (torch.float16, torch.bfloat16)
+        and head_size <= FLASH_HEAD_SIZE
+        and head_size % 8 == 0
+        and _has_flash(device)
     )
+
+
+@torch.compiler.assume_constant_result  # compiled code could not ask the device
+@lru_cache
+def _has_flash(device: torch.device) -> bool:
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _takes_flash(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> bool:
+    dtype, size = _computed_in(query_THD), query_THD.shape[2]
+    return (
+        dtype == _computed_in(key_THD) == _computed_in(value_THD)
+        and size == value_THD.shape[2]
+        and flash_takes(dtype, size, query_THD.device)
+    )
+
+
+def _computed_in(tensor: Tensor) -> torch.dtype:
+    """The dtype in which ``sdpa`` would compute with this tensor: autocast casts all floats but those of 64 bits. It
+    does so for operators that it knows, and torch's ``varlen_attn`` is none of them."""
+    device = tensor.device.type
+    casts = torch.is_autocast_enabled(device) and tensor.is_floating_point() and tensor.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if casts else tensor.dtype
+
+
+def _attend_by_flash(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    segments: Segments,
+    of_keys: Segments,
+    window: tuple[int, int],
+    scale: float | None,
+) -> Tensor:
+    query_THD, key_THD, value_THD = (tensor.to(_computed_in(tensor)) for tensor in (query_THD, key_THD, value_THD))
+    repeats, options = query_THD.shape[1] // key_THD.shape[1], {}
+    if VARLEN_GROUPS_HEADS:
+        options["enable_gqa"] = repeats > 1
+    elif repeats > 1:
+        key_THD, value_THD = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key_THD, value_THD))
+    attended_THD: Tensor = varlen_attn(
+        *(query_THD, key_THD, value_THD, segments.starts, of_keys.starts, segments.longest, of_keys.longest),
+        scale=scale,
+        window_size=window,
+        **options,
+    )
+    return attended_THD
 
 
 @torch.compiler.disable  # each batch has other groups, for which torch would compile anew

@@ -1,0 +1,94 @@
+"""What a piece of training asks of a device, seen without one: operators, values that the host reads, copies, and which
+attention it is. ``StepOperators`` watches any code; ``fake_cuda`` lets it run on CUDA tensors that hold no values."""
+
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import is_dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select", "aten::equal"}
+"""Operators for which the host waits: their results, or the shapes of these, depend on values. ``bool(tensor)``,
+``.item()``, ``float(tensor)`` and indexing by a mask come down to them."""
+LIBRARIES = ("/torch/", "step_operators.py", "/contextlib.py")
+
+
+class StepOperators(TorchDispatchMode):
+    """Counts the operators that torch runs inside of it, those of backward passes among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+        """Operators by name, such as ``aten::mm``; without those that only give a view of a tensor."""
+        self.reads: Counter[str] = Counter()
+        """Values that the host reads, by the function that does so, such as ``sdpa_mask`` or ``num_targets``."""
+        self.copies: Counter[tuple[str, str]] = Counter()
+        """Copies from one type of device to another."""
+
+    @property
+    def attention(self) -> set[str]:
+        """The operators that compute attention, in forward and backward passes."""
+        return {name for name in self.launches if "attention" in name or "_attn" in name}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if not func.is_view:
+            self.launches[name] += 1
+        if name in READS:
+            self.reads[_reader()] += 1
+        result = func(*args, **kwargs)
+        if name in ("aten::copy_", "aten::_to_copy"):
+            source = args[1] if name == "aten::copy_" else args[0]
+            if source.device.type != result.device.type:
+                self.copies[(source.device.type, result.device.type)] += 1
+        return result
+
+
+def _reader() -> str:
+    frames = reversed(traceback.extract_stack())
+    return next(frame.name for frame in frames if not any(part in frame.filename for part in LIBRARIES))
+
+
+@contextmanager
+def fake_cuda() -> Iterator[None]:
+    """A context in which tensors on ``cuda`` can be made, and hold no values; torch finds an H100 where it asks for the
+    GPU. It raises where a value is read, and where devices are mixed. Backward passes do not run: torch's engine wants
+    a real device for them."""
+    if torch.version.cuda is None:
+        pytest.skip("torch is built without CUDA, and aborts on a fake CUDA tensor")
+    with (
+        patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
+        patch("torch.cuda.is_bf16_supported", lambda including_emulation=True: True),
+        patch("torch.cuda.get_device_capability", lambda device=None: (9, 0)),
+        FakeTensorMode(),
+    ):
+        yield
+
+
+def to_fake_cuda(value: Any) -> Any:
+    """The same with a fake CUDA tensor in place of each tensor: of a tensor, a dict, a tuple or a dataclass of them. A
+    module is changed in place."""
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="cuda")
+    if isinstance(value, nn.Module):
+        for module in value.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    fake = to_fake_cuda(parameter)
+                    module._parameters[name] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+            module._buffers.update(to_fake_cuda(module._buffers))
+        return value
+    if isinstance(value, dict):
+        return {name: to_fake_cuda(item) for name, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(to_fake_cuda(item) for item in value)
+    return replace(value, **to_fake_cuda(vars(value))) if is_dataclass(value) else value
