@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from drawbar.errors import UserError
 from drawbar.models.heads import COUNTS_FROM_PAD, Head
-from drawbar.models.segments import SEGMENTED, Segments, segments_of
+from drawbar.models.segments import SEGMENTED, Segments, flash_takes, segments_of
 
 Arguments = dict[str, Any]
 
@@ -32,6 +32,10 @@ ENCODERS = {"bert", "distilbert", "electra"} | COUNTS_FROM_PAD
 ENCODER_DECODERS = {"t5", "mt5", "bart", "mbart"}
 """All three sets: only families whose packed rows the tests compare with padded ones. Others may compute wrongly in
 silence, as OPT, Falcon and BLOOM do."""
+
+
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""What these families call the dropout of their attention."""
 
 
 def allow_packing(model: nn.Module, per_sample: bool, with_row_mask: bool = False) -> None:
@@ -73,6 +77,20 @@ def packs_without_mask(config: PreTrainedConfig, head: Head) -> bool:
     if family in ENCODERS:
         return not getattr(config, "is_decoder", False)
     return family in DECODERS - WITHOUT_SDPA or (family in ENCODER_DECODERS and head == "seq2seq")
+
+
+def attends_by_flash(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether such a model, which ``packs_without_mask``, trains with torch's flash attention for samples of any
+    lengths. What ``segments.attend`` decides from tensors, this says before there is a model.
+
+    Args:
+        dtype: that of the run's precision.
+    """
+    drops = any(getattr(config, name, 0.0) for name in ATTENTION_DROPOUTS)
+    has_bias = hasattr(config, "relative_attention_num_buckets")  # T5's
+    caps = getattr(config, "attn_logit_softcapping", None) is not None
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return not (drops or has_bias or caps) and flash_takes(dtype, size, device)
 
 
 def _check(model: nn.Module, family: str | None, per_sample: bool) -> None:

@@ -6,18 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from drawbar.config.rules.padding_rules import PADDING_FREE
+from drawbar.config.rules.padding_rules import COMPILED_BY_FLASH, PADDING_FREE
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.loader import Collate
 from drawbar.data.packing import LabelPlacement, RowLayout
 from drawbar.errors import UserError
 from drawbar.models.huggingface import load_model_config
-from drawbar.models.packed import packs_without_mask
+from drawbar.models.packed import attends_by_flash, packs_without_mask
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.method_errors import is_user_defined
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
+from drawbar.util.dtypes import DTYPES
 
 MODEL = ("build_model", "build_meta_model")
 """Methods by which a user brings a model of their own: it is not known to take rows of several samples."""
@@ -32,15 +33,17 @@ def choose_padding_free(task: Task, config: RunConfig, device: torch.device) -> 
 
     Args:
         task: with its tokenizer.
+        config: with its dtypes decided (``choose_dtypes``).
 
     Raises:
-        UserError: ``data.padding_free`` is true, and the task or its model needs padding.
+        UserError: ``data.padding_free`` is true, and the task, its model or its compiled blocks need padding.
     """
     wanted = config.data.padding_free
     if wanted is False:
         return config
     decided = config.model_copy(update={"data": config.data.model_copy(update={"padding_free": True})})
-    obstacle = next((rule.reason for rule in PADDING_FREE if rule.broken(decided)), None) or _obstacle(task, device)
+    forbidden = next((rule.reason for rule in PADDING_FREE if rule.broken(decided)), None)
+    obstacle = forbidden or _obstacle(task, config, device)
     if obstacle is None:
         return decided
     if wanted is True:
@@ -48,8 +51,8 @@ def choose_padding_free(task: Task, config: RunConfig, device: torch.device) -> 
     return config.model_copy(update={"data": config.data.model_copy(update={"padding_free": False})})
 
 
-def _obstacle(task: Task, device: torch.device) -> str | None:
-    """Why the task cannot do without padding, or None."""
+def _obstacle(task: Task, run: RunConfig, device: torch.device) -> str | None:
+    """Why the run cannot do without padding, or None."""
     if device.type not in DEVICES:
         return f"attention within samples is not tried on {device.type}"
     if not isinstance(task, PretrainedTask):
@@ -63,6 +66,8 @@ def _obstacle(task: Task, device: torch.device) -> str | None:
         return error.what  # the task says it better, when it builds its model
     if not packs_without_mask(config, task.head):
         return f"a {config.model_type} model of {task.config.type} cannot be kept from looking beyond a sample"
+    if run.parallel.compile and not attends_by_flash(config, DTYPES[run.precision], device):
+        return COMPILED_BY_FLASH
     return None
 
 

@@ -89,7 +89,13 @@ BREAKING = {
     ],
     "padding_free with dp": [["data.padding_free=true", "parallel.strategy=dp"]],
     "padding_free with context": [["data.padding_free=true", "parallel.context=2"]],
-    "padding_free with compile": [["data.padding_free=true", "parallel.compile=true"]],
+    "padding_free with compile": [
+        ["data.padding_free=true", "parallel.compile=true", setting]
+        for setting in ("device=cpu", "device=mps", "precision=fp32")
+    ],
+    "padding_free with compiled tensor parallelism": [
+        ["data.padding_free=true", "parallel.compile=true", "parallel.tensor=2"]
+    ],
     "padding_free with other attention": [["data.padding_free=true", "task.attention=eager"]],
     "micro-batch twice": [["train.micro_batch=2", "train.micro_batch_tokens=99"]],
     "profile": [["tracking.profile={start: 101}"]],

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from drawbar.checkpoint.load import read_state
+from drawbar.config.io.load_config import load_config
 from drawbar.errors import UserError
 from drawbar.tasks.batch import Batch
+from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.classification import SequenceClassification
+from drawbar.tasks.padding import choose_padding_free
 from runs import fit_in, largest_difference, losses
 
 CONFIG = """\
@@ -120,3 +123,44 @@ def test_a_family_that_cannot_be_packed_stays_padded(folder: Path) -> None:
     fit_in(folder, *common)
     with pytest.raises(UserError, match="albert model of masked_lm"):
         fit_in(folder, *common, FREE, "run.name=other")
+
+
+def chosen(folder: Path, fields: str, *settings: str, device: str = "cuda") -> bool | str:
+    """What ``data.padding_free=auto`` becomes of compiled blocks in bf16."""
+    written = [f"task={{type: causal_lm, {fields}, tokenizer: {{train: byte_bpe, vocab_size: 280}}}}"]
+    written += [
+        f"data.train={folder}/records.jsonl",
+        "train.steps=1",
+        "parallel.compile=true",
+        "precision=bf16",
+        *settings,
+    ]
+    config = load_config(None, written).config
+    return choose_padding_free(CausalLM(config), config, torch.device(device)).data.padding_free
+
+
+LLAMA = "model: llama, from_scratch: {hidden_size: 64, num_attention_heads: 4}"
+
+
+@pytest.mark.parametrize("batching", ["padded", "packed"])
+def test_compiled_blocks_need_no_padding_where_they_attend_by_flash(batching: str, folder: Path) -> None:
+    """As on a GPU since Ampere: what a machine without one answers."""
+    setting = f"data.batching={batching}"
+    assert chosen(folder, LLAMA, setting) is True
+    assert chosen(folder, LLAMA, setting, "precision=fp16") is True
+    assert chosen(folder, LLAMA, setting, "precision=fp32") is False
+    assert chosen(folder, LLAMA, setting, device="cpu") is False
+    assert chosen(folder, LLAMA, setting, "parallel.tensor=2") is False
+    assert chosen(folder, LLAMA.replace("heads: 4", "heads: 4, head_dim: 20"), setting) is False
+    assert chosen(folder, LLAMA.replace("heads: 4", "heads: 4, attention_dropout: 0.1"), setting) is False
+    assert (
+        chosen(folder, "model: gpt2, from_scratch: {n_embd: 64, n_head: 4}", setting) is False
+    )  # its attn_pdrop is 0.1
+    assert chosen(folder, "model: gpt2, from_scratch: {n_embd: 64, n_head: 4, attn_pdrop: 0.0}", setting) is True
+    assert chosen(folder, LLAMA, setting, "parallel.compile=false", device="cpu") is True
+
+
+def test_compiled_blocks_on_a_cpu_refuse_to_do_without_padding(folder: Path) -> None:
+    with pytest.raises(UserError, match="torch's flash attention alone") as caught:
+        chosen(folder, LLAMA, FREE, device="cpu")
+    assert caught.value.where == "data.padding_free"

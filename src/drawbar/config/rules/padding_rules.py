@@ -2,6 +2,13 @@
 
 from drawbar.config.rules.rule import Rule
 
+COMPILED_BY_FLASH = (
+    "compiled blocks keep samples apart by torch's flash attention alone: in bf16 or fp16, on an NVIDIA GPU since "
+    "Ampere, without dropout or bias of the attention; any other attention groups the samples of each micro-batch in "
+    "another way, so each layer would run uncompiled in its middle"
+)
+"""Why ``data.padding_free`` may exclude ``parallel.compile``; ``tasks.padding`` asks the GPU and the model, too."""
+
 PADDING_FREE = (
     Rule(
         "padding_free with dp",
@@ -19,9 +26,19 @@ PADDING_FREE = (
     ),
     Rule(
         "padding_free with compile",
-        ("data.padding_free", "parallel.compile"),
-        lambda c: c.data.padding_free is True and c.parallel.compile,
-        "each micro-batch groups its samples in another way, which torch would compile anew",
+        ("data.padding_free", "parallel.compile", "device", "precision"),
+        lambda c: (
+            c.data.padding_free is True and c.parallel.compile and (c.device in ("cpu", "mps") or c.precision == "fp32")
+        ),
+        COMPILED_BY_FLASH,
+        "set data.padding_free=auto, or parallel.compile=false",
+    ),
+    Rule(
+        "padding_free with compiled tensor parallelism",
+        ("data.padding_free", "parallel.compile", "parallel.tensor"),
+        lambda c: c.data.padding_free is True and c.parallel.compile and c.parallel.tensor > 1,
+        "torch compiles the blocks of tensor-parallel ranks for fixed sizes alone, and each micro-batch has samples of "
+        "other lengths",
         "set data.padding_free=auto, or parallel.compile=false",
     ),
     Rule(

@@ -78,7 +78,7 @@ class DataSection(Section):
     padding_free: bool | Auto = "auto"
     """Compute nothing for padding in training: the samples of a micro-batch lie end to end in one row, and attention is
     limited to each of them. Batches, targets and losses stay what they are. With `packed`, it changes attention alone.
-    `auto`: where task, model and strategy allow it; a run that began with padding keeps it."""
+    `auto`: where task, model, strategy and `parallel.compile` allow it; a run that began with padding keeps it."""
     shuffle: bool = True
     """Visit the training samples in a new random order every epoch."""
     streaming: bool = False
