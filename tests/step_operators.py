@@ -3,9 +3,10 @@ attention it is. ``StepOperators`` watches any code; ``fake_cuda`` lets it run o
 
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from drawbar.engines.engine import Engine
 
 READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select", "aten::equal"}
 """Operators for which the host waits: their results, or the shapes of these, depend on values. ``bool(tensor)``,
@@ -51,6 +54,20 @@ class StepOperators(TorchDispatchMode):
             if source.device.type != result.device.type:
                 self.copies[(source.device.type, result.device.type)] += 1
         return result
+
+
+def watch_device(engine: Engine) -> StepOperators:
+    """What the engine's steps run from now on after their batches have been copied to the device: forward and backward
+    of each micro-batch, clipping and update. What the host reads there, it would wait for on a GPU."""
+    operators = StepOperators()
+    for part, name in ((engine.executor, "_forward_backward"), (engine.updater, "step")):
+        setattr(part, name, partial(_watched, operators, getattr(part, name)))
+    return operators
+
+
+def _watched(operators: StepOperators, run: Callable[..., Any], *args: Any) -> Any:
+    with operators:
+        return run(*args)
 
 
 def _reader() -> str:

@@ -75,9 +75,9 @@ class ModelExecutor:
     def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
         self.training_forward.module.train()
         loss_sum = torch.zeros((), device=self.device)
-        # the positions with a target are listed before the batches are copied: on a GPU, the host would wait for that
-        adds_targets = self.loss_in_head and self.context is None  # else ``_for_loss`` adds those of the shard
-        batches = self.device_copies.of(with_targets(self.task, micro_batches, adds_targets))
+        # before the batches are copied: on a GPU, the host would wait for the values that are looked at
+        ready = [replace(micro, batch=self._for_loss(micro.batch)) for micro in micro_batches]
+        batches = self.device_copies.of(ready)
         with cast_weights_once(self.module, self.precision, self.device):
             for index, batch in enumerate(batches):
                 micro, last = micro_batches[index], index == len(micro_batches) - 1
@@ -88,18 +88,18 @@ class ModelExecutor:
         with (
             self.training_forward.synchronizing(last),
             maybe_sharded_logits(self.shards_logits),
-            self._for_loss(batch) as shard,
+            self._sharing_sequences(),
         ):
             with autocast(self.precision, self.device):
-                loss = checked_loss(self.task, self.training_forward.loss(shard))
+                loss = checked_loss(self.task, self.training_forward.loss(batch))
             loss = without_fillers(loss, micro)
             self.training_forward.backward(loss * scale)
         return loss.detach()
 
     def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
         with self.inference() as model:
-            with self._for_loss(batch) as shard:
-                loss = task_loss(self.task, self.context, model, shard)
+            with self._sharing_sequences():
+                loss = task_loss(self.task, self.context, model, self._for_loss(batch))
             predictions = self.task.predict(model, batch) if self.task.predicts else None
         if self.context is not None:
             loss = self.context.sum(loss)
@@ -113,24 +113,23 @@ class ModelExecutor:
             uncompiled_blocks(),
             autocast(self.precision, self.device),
             maybe_sharded_logits(self.shards_logits),
-            self._for_loss(batch) as shard,
+            self._sharing_sequences(),
         ):
-            return requires_grad(task_loss(self.task, self.context, self.module, shard))
+            return requires_grad(task_loss(self.task, self.context, self.module, self._for_loss(batch)))
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
         with evaluating(self.module, self.precision, self.device):
             yield self.module
 
-    @contextmanager
-    def _for_loss(self, batch: Batch) -> Iterator[Batch]:
-        """Context with the batch, or this rank's sequence shard of it, with targets added if the head computes the
-        loss. Forward and backward must run inside."""
-        if self.context is None:
-            yield maybe_with_targets(self.task, batch, self.loss_in_head)
-        else:
-            with self.context.shard(batch) as shard:
-                yield maybe_with_targets(self.task, type(batch)(shard, batch.ids), self.loss_in_head)
+    def _for_loss(self, batch: Batch) -> Batch:
+        """The batch, or this rank's piece of its sequences, with targets added if the head computes the loss."""
+        piece = batch if self.context is None else type(batch)(self.context.cut(batch), batch.ids)
+        return maybe_with_targets(self.task, piece, self.loss_in_head)
+
+    def _sharing_sequences(self) -> AbstractContextManager[None]:
+        """Around forward and backward: attention to whole sequences, where ranks have pieces of them."""
+        return nullcontext() if self.context is None else self.context.ring()
 
 
 class TrainingPipeline(Protocol):

@@ -77,9 +77,9 @@ class ContextParallel:
         self.mesh = mesh
         self.ignored = ignored
 
-    @contextmanager
-    def shard(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """This rank's piece of a batch. Forward and backward belong inside; every rank of the mesh must enter it.
+    def cut(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's piece of a batch, on the device of the batch. Cut batches before they are copied to a GPU: their
+        values are looked at, and the host would wait for it.
 
         Labels are shifted to where they are predicted before the row is cut, so a piece has the label of its last
         token, too. An ignored column in front makes up for the shift of the task's loss: see :meth:`align`.
@@ -87,17 +87,33 @@ class ContextParallel:
         Args:
             batch: ``input_ids`` and ``labels`` (B, L); an ``attention_mask`` must be that of padding on the right.
 
-        Yields:
+        Returns:
             ``input_ids`` and ``position_ids`` (B, P), and ``labels`` (B, P + 1).
         """
-        pieces = self._full_batch(batch)
-        tensors = list(pieces.values())
+        pieces = {name: self._piece(tensor) for name, tensor in self._full_batch(batch).items()}
+        return {**pieces, "labels": functional.pad(pieces["labels"], (1, 0), value=self.ignored)}
+
+    def _piece(self, tensor_BL: Tensor) -> Tensor:
+        """The chunks of this rank: one from the head, and its counterpart from the tail, as the ring expects them."""
+        ranks, rank = self.mesh.size(), self.mesh.get_local_rank()
+        chunks = tensor_BL.chunk(2 * ranks, dim=1)
+        return torch.cat([chunks[rank], chunks[-1 - rank]], dim=1)
+
+    @contextmanager
+    def ring(self) -> Iterator[None]:
+        """Context for the forward and backward of a piece, in which attention is that of the whole sequence. Every rank
+        of the mesh must enter it."""
+        # the smallest tensor that torch agrees to cut, as it insists on one
+        token_of_each_chunk = torch.zeros(1, 2 * self.mesh.size(), device=self.mesh.device_type)
         before, self.config._attn_implementation = self.config._attn_implementation, RING
         try:
             with context_parallel(
-                self.mesh, buffers=tensors, buffer_seq_dims=[1] * len(tensors), no_restore_buffers=set(tensors)
+                self.mesh,
+                buffers=[token_of_each_chunk],
+                buffer_seq_dims=[1],
+                no_restore_buffers={token_of_each_chunk},
             ):
-                yield {**pieces, "labels": functional.pad(pieces["labels"], (1, 0), value=self.ignored)}
+                yield
         finally:
             self.config._attn_implementation = before
 

@@ -23,6 +23,7 @@ from drawbar.tasks.batch import Batch
 from exhaustive import some
 from harness import run_ranks
 from ring_on_cpu import teach_cpu
+from step_operators import watch_device
 from tiny import ARCHITECTURES, CPU, random_batch, tiny_config, tiny_engine, tiny_task
 
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -81,6 +82,7 @@ def one_step(config: RunConfig, world: Distributed) -> dict[str, Any]:
     gradients: dict[str, torch.Tensor] = {}
     engine.updater.optimizers[0].register_step_pre_hook(lambda *_: gradients.update(engine.gradients()))
     before = engine.module.config._attn_implementation
+    operators = watch_device(engine)
     result = engine.train_step(micro_batches(config, world.dp_ranks.rank, world.dp_ranks.size))
     evaluated = engine.eval_step(random_batch(engine.task, rows=2, seed=9))
     assert engine.module.config._attn_implementation == before
@@ -91,6 +93,7 @@ def one_step(config: RunConfig, world: Distributed) -> dict[str, Any]:
         "norm": float(result.grad_norm),
         "gradients": {name: gradient.numpy() for name, gradient in gradients.items()},
         "evaluated": (evaluated.loss, evaluated.num_targets),
+        "reads": dict(operators.reads),
     }
 
 
@@ -116,6 +119,7 @@ def found() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", [*TWO, *FOUR])
 def test_losses_and_gradients_are_those_of_one_process(found: dict[str, dict[str, Any]], name: str) -> None:
     wanted = in_one_process((TWO | FOUR)[name][0])
+    assert not found[name]["reads"]
     assert found[name]["weight"] == wanted["weight"]
     assert found[name]["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
     assert found[name]["norm"] == pytest.approx(wanted["norm"], rel=1e-5)
@@ -170,15 +174,15 @@ def pieces_of_a_row() -> dict[str, Any]:
         parallel = ContextParallel(model, build_mesh(dims, world.device)["cp"], -100)
         row = torch.arange(10, 17)[None]
         batch = {"input_ids": row, "labels": row}
-        with parallel.shard(batch) as piece:
-            found: dict[str, Any] = {name: tensor.tolist() for name, tensor in piece.items()}
+        found: dict[str, Any] = {name: tensor.tolist() for name, tensor in parallel.cut(batch).items()}
         for name, field in {"left": "attention_mask", "unknown": "weights"}.items():
-            with pytest.raises(UserError) as error, parallel.shard({**batch, field: (row > 10).long()}):
-                pass
+            with pytest.raises(UserError) as error:
+                parallel.cut({**batch, field: (row > 10).long()})
             found[name] = str(error.value)
         for block in model.model.layers:
             block.self_attn.attention_dropout = 0.1
-        with pytest.raises(UserError) as error, parallel.shard(batch) as piece:
+        piece = parallel.cut(batch)
+        with pytest.raises(UserError) as error, parallel.ring():
             model(input_ids=piece["input_ids"], position_ids=piece["position_ids"])
         assert model.config._attn_implementation == "sdpa"
         return {**found, "dropout": str(error.value)}
