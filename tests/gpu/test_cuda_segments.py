@@ -1,5 +1,7 @@
 """Attention within segments on a CUDA device: flash attention for samples of any lengths, groups, and no waiting."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,6 +10,7 @@ from torch.nn import functional
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.models import segments as subject
 from drawbar.models.huggingface import build_from_scratch
+from drawbar.models.known_padding import use_known_padding
 from drawbar.models.packed import allow_packing
 from drawbar.models.segments import attend, find_segments
 from drawbar.tasks.batch import Batch
@@ -81,9 +84,31 @@ def test_the_host_does_not_wait_for_the_device(family: str, dropout: float) -> N
         with torch.autocast("cuda", dtype=torch.bfloat16):
             model(**moved.inputs).logits.float().square().sum().backward()
 
+    never_waits(step)
+
+
+def never_waits(step: Callable[[], None]) -> None:
     step()  # the first allocates, and finds its kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("real", [12, 20])
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_the_host_does_not_wait_to_see_whether_there_is_padding(family: str, real: int) -> None:
+    fields = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    head = "causal_lm" if family == "llama" else "masked_lm"
+    model = build_from_scratch(family, fields, train_byte_bpe([], 257), head).cuda().train()
+    use_known_padding(model)
+    mask = torch.ones(3, 20, dtype=torch.long)
+    mask[1, real:] = 0
+    batch = Batch({"input_ids": torch.ones(3, 20, dtype=torch.long), "attention_mask": mask}, ids=[0, 1, 2])
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            model(**batch.to(torch.device("cuda")).inputs).logits.float().square().sum().backward()
+
+    never_waits(step)

@@ -24,10 +24,10 @@ from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainingF
 from drawbar.engines.local_model import (
     LocalModel,
     WeightSource,
-    allow_packed_rows,
     build_meta,
     build_meta_model,
     build_whole,
+    prepare_attention,
     prepared_meta_model,
 )
 from drawbar.engines.loss_choice import choose_cross_entropy
@@ -121,7 +121,7 @@ def _replicated(task: Task, config: RunConfig, world: Distributed) -> tuple[Loca
 def _partitioned(task: Task, config: RunConfig, world: Distributed) -> tuple[LocalModel, WeightSource]:
     """The model without memory for its parameters, which ZeRO-3 will shard; and the source of its weights."""
     model, source, base = build_meta(task, config, world)
-    allow_packed_rows(model, task, config)
+    prepare_attention(model, task, config)
     cross_entropy = choose_cross_entropy(task, config, model, [model])
     parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, config.precision)
     for parameter in model.parameters():
@@ -212,7 +212,7 @@ def _fill_stages(
     (part,) = stages.stage_modules
     if world.dims.tp > 1:
         check_layers(stages.meta_model, stages.plan, world.dims.tp)
-    allow_packed_rows(part, task, config)
+    prepare_attention(part, task, config)
     cross_entropy = choose_cross_entropy(task, config, stages.meta_model, [part])
     cast_received(part)
     materialize(part, _HOST, _HOST)  # DeepSpeed casts and moves it

@@ -17,8 +17,9 @@ from drawbar.distributed.device_mesh import replica_groups
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.models.huggingface import weights_without_file
+from drawbar.models.known_padding import use_known_padding
 from drawbar.models.lora import FrozenBaseInfo, add_adapters, add_adapters_to_base
-from drawbar.models.packed import allow_packing
+from drawbar.models.packed import PACKED_FAMILIES, allow_packing
 from drawbar.models.plans import plan_for
 from drawbar.parallel.apply import parallelize
 from drawbar.parallel.fp8 import compute_in_fp8
@@ -207,10 +208,15 @@ def _build_weightless(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenB
     return prepared_meta_model(build_meta_model(task), config, base), base
 
 
-def allow_packed_rows(model: nn.Module, task: Task, config: RunConfig) -> None:
-    """Let the model take packed rows, where the data are packed, or micro-batches are made one row."""
+def prepare_attention(model: nn.Module, task: Task, config: RunConfig) -> None:
+    """Let the model take packed rows, where the data are packed, or micro-batches are made one row; of padded rows, let
+    it take from the host whether there is any padding."""
+    if not isinstance(model, PreTrainedModel):
+        return
+    if model.config.model_type in PACKED_FAMILIES:
+        use_known_padding(model)
     padding_free = config.data.padding_free is True
-    if (padding_free or config.data.batching == "packed") and isinstance(model, PreTrainedModel):
+    if padding_free or config.data.batching == "packed":
         allow_packing(model, per_sample=task.label_placement == "sample", with_row_mask=not padding_free)
 
 
@@ -229,7 +235,7 @@ def build_whole(task: Task, config: RunConfig, world: Distributed, device: torch
     device."""
     with world.barrier_after("building the model"):
         model, base = _build_adapted(task, config)
-        allow_packed_rows(model, task, config)
+        prepare_attention(model, task, config)
         cross_entropy = choose_cross_entropy(task, config, model, [model])
         apply_dtypes(model, task, config)
         parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, config.precision)
@@ -246,7 +252,7 @@ def build_shards(task: Task, config: RunConfig, world: Distributed, mesh: Device
     broadcasts it tensor by tensor, and every rank keeps its shards.
     """
     model, source, base = build_meta(task, config, world)
-    allow_packed_rows(model, task, config)
+    prepare_attention(model, task, config)
     cross_entropy = choose_cross_entropy(task, config, model, [model])
     apply_dtypes(model, task, config)
     parallelize(model, plan_for(model), config.parallel, world.dims, mesh, config.precision)

@@ -14,7 +14,7 @@ from drawbar.data.packing import IGNORED_LABEL
 from drawbar.distributed.device_mesh import another_group, build_mesh
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainingForward, task_loss
-from drawbar.engines.local_model import LocalModel, allow_packed_rows, apply_dtypes, build_shards, build_whole
+from drawbar.engines.local_model import LocalModel, apply_dtypes, build_shards, build_whole, prepare_attention
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.engines.parts import EngineParts, Executor
 from drawbar.engines.stage_building import build_stages
@@ -192,7 +192,7 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
     fused: dict[str, FusedLayout] = {}
     cross_entropy = choose_cross_entropy(task, config, stages.meta_model, stages.stage_modules)
     for part in stages.stage_modules:
-        allow_packed_rows(part, task, config)
+        prepare_attention(part, task, config)
         apply_dtypes(part, task, config)
         parallelize(part, stages.plan, parallel, world.dims, stages.mesh, precision)
         fused |= fused_layouts(part)

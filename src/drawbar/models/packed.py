@@ -30,7 +30,8 @@ WITHOUT_SDPA = {"gptj"}
 ENCODERS = {"bert", "distilbert", "electra"} | COUNTS_FROM_PAD
 """They take positions and a mask of four dims, and classify a text by its first token."""
 ENCODER_DECODERS = {"t5", "mt5", "bart", "mbart"}
-"""All three sets: only families whose packed rows the tests compare with padded ones. Others may compute wrongly in
+PACKED_FAMILIES = DECODERS | ENCODERS | ENCODER_DECODERS
+"""Only families whose packed rows the tests compare with padded ones. Others may compute wrongly in
 silence, as OPT, Falcon and BLOOM do."""
 
 
@@ -99,8 +100,8 @@ def _check(model: nn.Module, family: str | None, per_sample: bool) -> None:
             what, where="data.batching", remedy="set data.batching=grouped: rows of one sample, of similar length"
         )
 
-    if family not in DECODERS | ENCODERS | ENCODER_DECODERS:
-        families = ", ".join(sorted(DECODERS | ENCODERS | ENCODER_DECODERS))
+    if family not in PACKED_FAMILIES:
+        families = ", ".join(sorted(PACKED_FAMILIES))
         raise fault(f"a {family or type(model).__name__} model cannot take packed rows; these families can: {families}")
     if family in ENCODERS and getattr(model.config, "is_decoder", False):
         raise fault(f"a {family} model as a decoder cannot take packed rows")

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+
+from drawbar.models.known_padding import mask_by_known_padding
 
 SEGMENTED = "drawbar_segments"
 """The name under which transformers knows :func:`attend`."""
@@ -201,7 +202,7 @@ def attend(
 
 
 AttentionInterface.register(SEGMENTED, attend)
-AttentionMaskInterface.register(SEGMENTED, sdpa_mask)  # for padded batches; with segments no mask is asked for
+AttentionMaskInterface.register(SEGMENTED, mask_by_known_padding)  # for padded batches; segments ask for no mask
 
 
 def flash_takes(dtype: torch.dtype, head_size: int, device: torch.device) -> bool:

@@ -41,12 +41,21 @@ class Batch(dict[str, torch.Tensor]):
         elif device.type == "mps":
             tensors = {name: t.float() if t.dtype == torch.float64 else t for name, t in self.items()}
         moved = type(self)({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}, self.ids)
-        if self.packed and device.type == "cuda" and not self["segment_ids"].is_cuda:
-            from drawbar.models.segments import send_segments  # it needs transformers, which a batch does not
-
-            sides = [self[name] for name in ("segment_ids", "decoder_segment_ids") if name in self]
-            send_segments(moved["segment_ids"], *sides)  # found on the host: else the model would wait for the GPU
+        if device.type == "cuda":
+            self._send_what_the_host_knows(moved)
         return moved
+
+    def _send_what_the_host_knows(self, moved: Self) -> None:
+        """Attach to the copies of a batch what a model would otherwise wait for the GPU to say."""
+        from drawbar.models.known_padding import MASKS, send_padding  # they need transformers, which a batch does not
+        from drawbar.models.segments import send_segments
+
+        if self.packed and not self["segment_ids"].is_cuda:
+            sides = [self[name] for name in ("segment_ids", "decoder_segment_ids") if name in self]
+            send_segments(moved["segment_ids"], *sides)
+        for name in MASKS:
+            if name in self and not self[name].is_cuda:
+                send_padding(moved[name], self[name])
 
 
 PADDING = {"labels": IGNORED_LABEL, "attention_mask": 0, "segment_ids": -1, "decoder_segment_ids": -1}
