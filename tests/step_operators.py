@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from drawbar.data.loader import MicroBatch
 from drawbar.engines.engine import Engine
+from drawbar.engines.executors import ModelExecutor, count_targets, with_targets
+from drawbar.engines.updaters import TorchUpdater
+from drawbar.models.known_padding import send_padding
+from drawbar.models.segments import Segments, segments_of
+from drawbar.tasks.batch import Batch
 
 READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select", "aten::equal"}
 """Operators for which the host waits: their results, or the shapes of these, depend on values. ``bool(tensor)``,
@@ -91,17 +98,67 @@ def fake_cuda() -> Iterator[None]:
         yield
 
 
+def step_on_fake_cuda(engine: Engine, micro_batches: list[MicroBatch[Batch]]) -> StepOperators:
+    """A step of an engine that was built on the CPU, as it would be on CUDA once its batches have been copied: each
+    forward, loss, clipping and update. In place of the backward passes, which need a device, gradients are there.
+
+    Args:
+        engine: of a model that is not sharded; it is of no use afterwards.
+    """
+    executor, updater = engine.executor, engine.updater
+    assert isinstance(executor, ModelExecutor)
+    assert isinstance(updater, TorchUpdater)
+    ready = with_targets(engine.task, micro_batches, executor.loss_in_head)
+    targets = count_targets(engine.task, micro_batches)
+    segments = [segments_of(micro.batch["segment_ids"]) if micro.batch.packed else () for micro in ready]
+    for micro in ready:
+        if "attention_mask" in micro.batch:
+            send_padding(micro.batch["attention_mask"], micro.batch["attention_mask"])
+
+    def backward(loss: Tensor) -> None:
+        assert loss.is_cuda
+        assert loss.requires_grad
+        for parameter in engine.module.parameters():
+            parameter.grad = torch.empty_like(parameter)
+
+    with fake_cuda():
+        before = list(engine.module.parameters())
+        to_fake_cuda(engine.module)
+        fakes = dict(zip(before, engine.module.parameters(), strict=True))
+        for group in chain.from_iterable(optimizer.param_groups for optimizer in updater.optimizers):
+            group["params"] = [fakes[parameter] for parameter in group["params"]]
+        executor.device = updater.device = torch.device("cuda", 0)
+        executor.training_forward = replace(executor.training_forward, backward=backward)
+        copies = [_copy(micro.batch, found) for micro, found in zip(ready, segments, strict=True)]
+        executor.device_copies.of = lambda _: iter(copies)  # type: ignore[method-assign]
+        operators = watch_device(engine)
+        assert engine.train_step(ready, num_targets=targets).loss.is_cuda
+    return operators
+
+
+def _copy(batch: Batch, segments: tuple[Segments, ...]) -> Batch:
+    """As ``Batch.to`` copies it, with what the host knows of it."""
+    copy = Batch(to_fake_cuda(dict(batch)), batch.ids)
+    if segments:
+        copy["segment_ids"].segments = to_fake_cuda(segments)
+    if "attention_mask" in batch:
+        copy["attention_mask"].known_padding = batch["attention_mask"].known_padding
+    return copy
+
+
 def to_fake_cuda(value: Any) -> Any:
     """The same with a fake CUDA tensor in place of each tensor: of a tensor, a dict, a tuple or a dataclass of them. A
     module is changed in place."""
     if isinstance(value, Tensor):
         return torch.empty(value.shape, dtype=value.dtype, device="cuda")
     if isinstance(value, nn.Module):
-        for module in value.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    fake = to_fake_cuda(parameter)
-                    module._parameters[name] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+        fakes = {
+            parameter: nn.Parameter(to_fake_cuda(parameter), requires_grad=parameter.requires_grad)
+            for parameter in value.parameters()
+        }
+        for module in value.modules():  # of which several may share a parameter
+            given = {name: fakes.get(parameter) for name, parameter in module._parameters.items()}
+            module._parameters.update(given)
             module._buffers.update(to_fake_cuda(module._buffers))
         return value
     if isinstance(value, dict):

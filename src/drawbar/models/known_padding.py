@@ -16,6 +16,10 @@ MASKS = ("attention_mask", "decoder_attention_mask")
 """The keyword arguments of models that say where padding is."""
 
 
+MASKED_BY_US = {"sdpa"}
+"""The attention functions of transformers whose masks :func:`mask_by_known_padding` makes."""
+
+
 @dataclass(frozen=True)
 class _Known:
     has_padding: bool
@@ -40,9 +44,26 @@ def use_known_padding(model: nn.Module) -> None:
     model.register_forward_hook(_leave, always_call=True)
 
 
-def _enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if _has_plain_rows(module, kwargs):
+        # of rows without a mask, transformers asks whether positions restart in them; of rows with one, it does not
+        mask_BL = kwargs["input_ids"].new_ones(kwargs["input_ids"].shape)
+        mask_BL.known_padding = _Known(False, mask_BL._version)
+        kwargs = {**kwargs, "attention_mask": mask_BL}
     answers = {_answer(kwargs[name]) for name in MASKS if kwargs.get(name) is not None}
     _has_padding.set(answers.pop() if len(answers) == 1 else None)  # with two masks, an answer is for both or for none
+    return args, kwargs
+
+
+def _has_plain_rows(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether all tokens of all rows are computed, each row by itself, with nothing remembered of a call before."""
+    others = (*MASKS, "position_ids", "segment_ids", "past_key_values", "inputs_embeds")
+    return (
+        kwargs.get("input_ids") is not None
+        and kwargs.get("use_cache") is False
+        and all(kwargs.get(name) is None for name in others)
+        and module.config._attn_implementation in MASKED_BY_US
+    )
 
 
 def _answer(mask: Tensor) -> bool | None:

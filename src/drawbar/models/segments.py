@@ -21,7 +21,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from drawbar.models.known_padding import mask_by_known_padding
+from drawbar.models.known_padding import MASKED_BY_US, mask_by_known_padding
 
 SEGMENTED = "drawbar_segments"
 """The name under which transformers knows :func:`attend`."""
@@ -203,6 +203,7 @@ def attend(
 
 AttentionInterface.register(SEGMENTED, attend)
 AttentionMaskInterface.register(SEGMENTED, mask_by_known_padding)  # for padded batches; segments ask for no mask
+MASKED_BY_US.add(SEGMENTED)
 
 
 def flash_takes(dtype: torch.dtype, head_size: int, device: torch.device) -> bool:

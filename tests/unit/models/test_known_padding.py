@@ -40,6 +40,20 @@ def test_the_mask_is_not_read_and_the_bits_are_the_same(family: str, head: Head,
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize(("family", "head"), [case for case in SDPA if case[1] == "causal_lm"])
+def test_rows_without_a_mask_are_not_read_either(family: str, head: Head) -> None:
+    """transformers looks whether their positions restart."""
+    model, batch = build(family, head), {"input_ids": batch_of(head, has_padding=False)["input_ids"]}
+    with StepOperators() as before:
+        wanted = model(**batch, use_cache=False).logits
+    assert before.reads
+    use_known_padding(model)
+    with StepOperators() as operators:
+        found = model(**batch, use_cache=False).logits
+    assert not operators.reads
+    assert torch.equal(found, wanted)
+
+
 def test_a_mask_that_was_changed_is_read_again() -> None:
     model, batch = build("llama", "causal_lm"), batch_of("causal_lm", has_padding=False)
     use_known_padding(model)
