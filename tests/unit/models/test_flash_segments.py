@@ -12,7 +12,7 @@ from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.models import segments as subject
 from drawbar.models.huggingface import build_from_scratch
 from drawbar.models.packed import allow_packing
-from drawbar.models.segments import attend, find_segments, flash_takes
+from drawbar.models.segments import VARLEN_GROUPS_HEADS, attend, find_segments, flash_takes
 from drawbar.parallel.activation_checkpointing import checkpoint_activations
 from drawbar.parallel.compile import compile_blocks
 from flash_on_cpu import teach_cpu
@@ -90,8 +90,16 @@ def test_compiled_code_knows_whether_flash_attention_takes_a_head(size: int) -> 
     assert compiled(torch.zeros(())).item() == (size == 64)
 
 
+RECOMPILES = pytest.mark.skipif(
+    not VARLEN_GROUPS_HEADS,
+    reason="under activation checkpointing, torch 2.11 compiles anew for other groups of samples, though none is used",
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "kept"), [("llama", "none"), ("mistral", "selective")])
+@pytest.mark.parametrize(
+    ("family", "kept"), [("llama", "none"), pytest.param("mistral", "selective", marks=RECOMPILES)]
+)
 def test_compiled_blocks_attend_by_flash_and_are_compiled_twice(
     family: str, kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
