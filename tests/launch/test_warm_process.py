@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from drawbar.cli.train import RANK_MODULES
 from drawbar.launch.node.process_tree import descendants
 from drawbar.launch.node.warm_process import ForkedRank, WarmProcess
 from harness import run_cli, run_ranks, wait_until
+from programs import need_library
 from runs import losses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks are not forked")
@@ -38,6 +41,14 @@ if "MARK" in os.environ:
     }))
     time.sleep(float(os.environ.get("SECONDS", 0)))
 """
+SEES_TORCHAO = (
+    OWN
+    + """
+    before = "torchao" in sys.modules
+    import torchao
+    Path(os.environ["MARK"]).write_text(f"before: {before}, then: {torchao.__name__}")
+"""
+)
 SHOW = ["-m", "drawbar", "config", "show", "config.yaml"]
 STARTS_A_THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
 OPENS_A_FILE = "import sys\nfile = open(sys.executable, 'rb')\n"
@@ -49,6 +60,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.yaml").write_text("task: {type: own:Own}\n")
     (tmp_path / "thread.py").write_text(STARTS_A_THREAD)
     (tmp_path / "opens.py").write_text(OPENS_A_FILE)
+    (tmp_path / "asks_cuda.py").write_text("import torch\ntorch.cuda.is_available()\n")
     return tmp_path
 
 
@@ -98,6 +110,7 @@ def refuse(folder: str, modules: list[str], arguments: list[str], changed: dict[
     [
         (["thread"], SHOW, {}),
         (["opens"], SHOW, {}),
+        (["asks_cuda"], SHOW, {}),
         (["no_such_module"], SHOW, {}),
         ([], ["own.py"], {}),
         ([], SHOW, {"HF_HOME": "/elsewhere"}),
@@ -105,13 +118,31 @@ def refuse(folder: str, modules: list[str], arguments: list[str], changed: dict[
     ids=[
         "a thread",
         "an open file",
+        "CUDA asked for devices",
         "a module that is not there",
         "a script",
         "a variable that the user's code has set",
     ],
 )
 def test_what_is_not_forked(folder: Path, modules: list[str], arguments: list[str], changed: dict[str, str]) -> None:
+    if modules == ["asks_cuda"] and not torch.backends.cuda.is_built():
+        pytest.skip("torch is built without CUDA")
     assert run_ranks(refuse, 1, str(folder), modules, arguments, changed) == [True]
+
+
+def see_torchao(folder: str) -> tuple[bool, str]:
+    """Whether a rank that is forked with transformers imported has torchao, and what it says when it imports that."""
+    Path(folder, "sees.py").write_text(SEES_TORCHAO)
+    with chdir(folder), WarmProcess(RANK_MODULES, 1) as warm:
+        rank = warm.fork(["-m", "drawbar", "config", "show", "sees.yaml"], {**os.environ, "MARK": "mark"})
+        return rank is not None and rank.wait(60) == 0, Path("mark").read_text()
+
+
+def test_transformers_imports_no_torchao_before_the_fork(folder: Path) -> None:
+    """It asks CUDA for devices, and then nothing can be forked: ranks import it where they need it."""
+    need_library("torchao", "fp8")
+    (folder / "sees.yaml").write_text("task: {type: sees:Own}\n")
+    assert run_ranks(see_torchao, 1, str(folder)) == [(True, "before: False, then: torchao")]
 
 
 def kill_one(folder: str) -> tuple[int | None, int]:

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,23 @@ def quick_imports() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def hidden(package: str) -> Iterator[None]:
+    """Context in which a package that is not imported yet seems not to be installed.
+
+    For torchao: where it is installed, transformers imports it, which takes half a second, and it asks CUDA for devices
+    meanwhile. A process that has done so cannot fork ranks.
+    """
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+
+
 def silence_ranks() -> None:
     """Leave out the warnings of torch's C++ code in this process and in the ranks that it starts. Python's filters do
     not reach them: every rank would print that DDP found no unused parameters, and, with a stack, that the store is
@@ -33,9 +51,10 @@ def silence_ranks() -> None:
 
 
 def silence_torchao() -> None:
-    """Leave out what torchao logs of itself when transformers imports it, which it does wherever torchao is installed:
-    that libraries for GPUs cannot be loaded, where torch is built for CPUs alone, and that it registers enums in an old
-    way. Whatever else the two loggers say stays."""
+    """Leave out what torchao says of itself when transformers imports it, which it does wherever torchao is installed:
+    that libraries for GPUs cannot be loaded, where torch is built for CPUs alone, that it registers enums in an old
+    way, and that a docstring has an invalid escape sequence. Whatever else the two loggers say stays."""
+    warnings.filterwarnings("ignore", "invalid escape sequence", SyntaxWarning, r".*\btorchao\b")
     logging.getLogger("torchao").addFilter(_keeps_unless_missing_library)
     logging.getLogger("torch.utils._pytree").addFilter(_keeps_unless_torchao_enum)
 

@@ -17,13 +17,13 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from drawbar.util.torch_imports import quick_imports
+from drawbar.util.torch_imports import hidden, quick_imports
 
 
 def main(descriptor: int) -> None:
     channel = Connection(descriptor)
     try:
-        with quick_imports():
+        with quick_imports(), hidden("torchao"):
             for name in channel.recv():
                 import_module(name)
     except Exception:  # noqa: BLE001 - a rank will meet the same error, and report it
@@ -46,11 +46,17 @@ def _is_as_new(descriptor: int) -> bool:
         return False  # nobody can wait for a child
     rehearsal = os.fork()  # ends the threads that end at any fork
     if not rehearsal:
-        os._exit(0)
-    os.waitpid(rehearsal, 0)
+        os._exit(_lost_cuda())
+    _, lost_cuda = os.waitpid(rehearsal, 0)
     alone = len(list(Path("/proc/self/task").iterdir())) == 1
     opened = {path.name for path in Path("/proc/self/fd").iterdir() if path.exists()}
-    return alone and opened <= {"0", "1", "2", str(descriptor)}
+    return not lost_cuda and alone and opened <= {"0", "1", "2", str(descriptor)}
+
+
+def _lost_cuda() -> bool:
+    """Whether this fork could not use CUDA, as the process that forked it has asked CUDA for devices."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda._is_in_bad_fork()
 
 
 def _fork_ranks(channel: Connection) -> list[str] | None:
