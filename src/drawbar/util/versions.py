@@ -7,7 +7,7 @@ from packaging.version import InvalidVersion, Version
 TESTED = {
     "torch": ("2.11.0", "2.15.0"),
     "transformers": ("5.17.0", "5.24.0"),
-    "deepspeed": ("0.19.0", "0.19.8"),
+    "deepspeed": ("0.19.8", "0.19.8"),
     "peft": ("0.19.0", "0.21.2"),
     "torchao": ("0.18.0", "0.18.0"),
 }
