@@ -15,6 +15,9 @@ from drawbar.util.byte_sizes import readable
 Compared = Sequence[tuple[str, RunForecast | UserError]]
 """For each compared strategy: its name, and its forecast or the error that says why it cannot run."""
 
+KNOWN_ERROR_ON_GPUS = "not measured on a GPU yet"
+"""Of the largest peak, relative to what torch allocates there: the table of results in docs/gpu.md, case ``memory``."""
+
 
 def print_forecast(
     console: Console, forecast: RunForecast, compared: Compared, suggestions: Sequence[Suggestion] | None
@@ -66,6 +69,8 @@ def _summary_lines(forecast: RunForecast) -> list[str]:
     word = "fits" if forecast.fits else "does not fit"
     share = f"{readable(machine.usable)} of {readable(machine.memory)} are usable"
     lines = [f"memory: {word}: the largest peak is {readable(largest.peak.bytes)} (rank {largest.rank}), and {share}"]
+    if machine.device == "cuda":
+        lines.append(f"how far this is off on a GPU: {KNOWN_ERROR_ON_GPUS}")
     rows = f"{largest.micro_batches} micro-batch{'es' * (largest.micro_batches > 1)} of {largest.rows} longest rows"
     tokens = f", {forecast.tokens:,} tokens" if forecast.tokens else ""
     lines.append(f"a step: {rows} on each rank{tokens}, {forecast.flops:.3g} operations")

@@ -1,6 +1,7 @@
 """`drawbar plan`: what is forecast on fake tensors is what real tensors take; no device and no weights are needed."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from drawbar.config.io.load_config import load_config
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
-from drawbar.forecast.forecast_tables import print_forecast
+from drawbar.forecast.forecast_tables import KNOWN_ERROR_ON_GPUS, print_forecast
 from drawbar.forecast.machine import Machine, make_machine
 from drawbar.forecast.own_process import in_own_process
 from drawbar.forecast.rank_forecast import RankForecast, forecast_rank
@@ -326,6 +327,13 @@ def test_the_strategies_are_readable_at_80_columns(capsys: pytest.CaptureFixture
     assert table.count("1023.0 MiB") == 8
     assert "yes*" in table
     assert f"* {ESTIMATED}\ndp cannot run: {'x' * 100}\n" in table
+
+
+def test_a_forecast_for_gpus_says_how_far_it_is_known_to_be_off(capsys: pytest.CaptureFixture[str]) -> None:
+    on_gpus = forecast_of("ddp", COUNTED)
+    for machine, lines in ((on_gpus.machine, 1), (replace(on_gpus.machine, device="cpu"), 0)):
+        print_forecast(Console(width=80), replace(on_gpus, machine=machine), [], None)
+        assert capsys.readouterr().out.count(f"off on a GPU: {KNOWN_ERROR_ON_GPUS}\n") == lines
 
 
 @pytest.mark.usefixtures("project")
