@@ -1,4 +1,5 @@
-"""The suite: ``python -m benchmarks`` measures everything, ``python -m benchmarks W1 W5`` these parts alone.
+"""The suite: ``python -m benchmarks`` measures everything, ``python -m benchmarks W1 W5`` these parts alone, and
+``python -m benchmarks gpu`` what one hour on one GPU is for: see there, ``gpu --help``.
 
 Prints tables, writes JSON to benchmarks/results, and draws growth to docs/performance; `make docs` makes
 docs/performance.md of it.
@@ -19,6 +20,7 @@ from benchmarks.common.fresh_process import missing
 from benchmarks.common.limits import describe_machine, measure_limits, versions
 from benchmarks.common.options import Options
 from benchmarks.common.report import PLOTS, RESULTS, Report, draw
+from benchmarks.gpu import command as gpu
 
 PARTS = {
     "W1": "w1_fixed_length",
@@ -37,6 +39,9 @@ PARTS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["gpu"]:
+        return gpu.main(arguments[1:])
     options, parsed = parse(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="drawbar-bench-", dir=options.folder) as folder:

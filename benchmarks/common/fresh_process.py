@@ -24,6 +24,10 @@ class MeasurementFailed(Exception):
     """The function raised, or its process ended; the message ends with what it wrote."""
 
 
+class TookTooLong(MeasurementFailed):
+    """Its time was over, and it was killed."""
+
+
 @dataclass(frozen=True)
 class Call:
     """A function to be run in fresh processes."""
@@ -61,8 +65,10 @@ class Started:
         if failed is not None:
             written = (self.folder / f"{failed}.log").read_text(errors="replace")[-3000:]
             code = self.processes[failed].poll()
-            ended = "took too long" if code is None else f"ended with {code}"
-            raise MeasurementFailed(f"{self.call.function} on rank {failed} {ended}:\n{written}")
+            what = f"{self.call.function} on rank {failed}"
+            if code is None:
+                raise TookTooLong(f"{what} took too long:\n{written}")
+            raise MeasurementFailed(f"{what} ended with {code}:\n{written}")
         return {**json.loads((self.folder / "0.json").read_text()), "spawned": self.spawned}
 
 

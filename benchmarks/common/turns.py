@@ -32,6 +32,11 @@ class Turn:
         self.waited = 0.0
         """Seconds, in all."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether others take turns with this process."""
+        return self._pipes is not None
+
     def begin(self) -> None:
         """Right before the first step."""
         self._pass()

@@ -4,6 +4,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 import drawbar
 from benchmarks.peers.recorder import default_device
 from drawbar.config.parallel_dims import ParallelDims
@@ -32,16 +34,17 @@ class Opened:
         return build_engine(self.task, self.config, self.world, total_steps)
 
 
-def open_task(overrides: list[str], stack: ExitStack | None = None) -> Opened:
+def open_task(overrides: list[str], stack: ExitStack | None = None, device: torch.device | None = None) -> Opened:
     """Build the task, seeded as a run is.
 
     Args:
         stack: ends the process group, where this process is one of several ranks; without it, it is alone.
+        device: by default, this rank's GPU, or the CPU.
     """
     config = drawbar.load_config(None, overrides).config
     rank = RankInfo() if stack is None else RankInfo.from_environment()
     dims = ParallelDims.of(config.parallel, rank.world_size)
-    world, console = Distributed(rank, default_device(), timeout=600, dims=dims), make_console(False)
+    world, console = Distributed(rank, device or default_device(), timeout=600, dims=dims), make_console(False)
     if stack is not None:
         stack.enter_context(world)
     config = choose_dtypes(config, world.device)

@@ -1,6 +1,10 @@
 """Where the time of a step goes: its operations under torch.profiler, by kind."""
 
-from collections import defaultdict
+import gzip
+import json
+import tempfile
+from collections import Counter, defaultdict
+from pathlib import Path
 
 import torch
 
@@ -28,6 +32,15 @@ KINDS = {
 }
 """By kind, how the names of its operations begin; all others are element-wise."""
 ELEMENT_WISE = "norms, activations, sums"
+COUNTS = {
+    "host_syncs": ("cudaStreamSynchronize", "cudaEventSynchronize"),  # of the device: the profiler's own end, too
+    "items": ("aten::_local_scalar_dense",),
+    "launches": ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"),
+    "copies": ("cudaMemcpyAsync",),
+}
+"""What is counted in a step, by the names of its events. A value read from the GPU is an item and a host sync."""
+LARGEST_TRACE = 15 * 2**20
+"""Bytes."""
 
 
 class StepProfile:
@@ -51,6 +64,33 @@ class StepProfile:
             own = event.self_device_time_total if self._on_gpu else event.self_cpu_time_total
             seconds[kind_of(event.key)] += own / 1e6
         return dict(seconds)
+
+
+class StepTrace:
+    """Records a step for Chrome's tracing, and counts its events. They are not made Python objects, of which a step
+    of a large model has too many."""
+
+    def __init__(self) -> None:
+        self._profiler = torch.profiler.profile()
+
+    def start(self) -> None:
+        self._profiler.start()
+
+    def stop(self, path: str | None = None) -> dict[str, int]:
+        """How often each of ``COUNTS`` occurred.
+
+        Args:
+            path: for the trace; its name ends in ``.json.gz``. One that is too large to be sent around is left out.
+        """
+        self._profiler.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            written = Path(folder) / "trace.json"
+            self._profiler.export_chrome_trace(str(written))
+            trace = written.read_bytes()
+        events = Counter(event.get("name") for event in json.loads(trace)["traceEvents"])
+        if path is not None and len(packed := gzip.compress(trace)) <= LARGEST_TRACE:
+            Path(path).write_bytes(packed)
+        return {what: sum(events[name] for name in names) for what, names in COUNTS.items()}
 
 
 def kind_of(operation: str) -> str:

@@ -59,6 +59,10 @@ class Workload:
     """drawbar's name of the task, where it is another."""
     profiled: bool = False
     """Whether the steps after the warm-up run under torch.profiler, which slows them down."""
+    traced: int = 0
+    """Steps at the end that run under torch.profiler, and are not timed."""
+    trace: str | None = None
+    """File for these, for Chrome's tracing; its name ends in ``.json.gz``."""
 
     @classmethod
     def of(cls, values: "dict[str, Any] | Workload") -> "Workload":

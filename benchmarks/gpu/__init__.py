@@ -1,0 +1,1 @@
+"""What one hour on one GPU is for: ``python -m benchmarks gpu``."""
