@@ -12,18 +12,20 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.config.strategies import AUTO, BUILT_IN
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
-from drawbar.engines.local_model import build_meta_model
+from drawbar.engines.local_model import build_weightless
 from drawbar.engines.parts import EngineParts
 from drawbar.errors import UserError
 from drawbar.parallel.compile import check_compiler
 from drawbar.parallel.fp8 import check_fp8
+from drawbar.parallel.low_precision_weights import store_frozen_weights_low
 from drawbar.parallel.precision import choose_dtypes
 from drawbar.runtime.log import logger
+from drawbar.runtime.seed import note_host_generators
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 
 BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 12}
-"""Weight and gradient in fp32, and AdamW's two moments, by ``optim.state_dtype``."""
+"""Of a trained one: weight and gradient in fp32, and AdamW's two moments, by ``optim.state_dtype``."""
 SHARE_FOR_STATE = 0.6
 """Of a rank's memory; the rest is for activations."""
 
@@ -40,6 +42,7 @@ def build_engine(task: Task, config: RunConfig, world: Distributed, total_steps:
     strategy: str = config.parallel.strategy
     reason = "as set; one process" if world.size == 1 else f"as set; {world.size} processes"
     if strategy == AUTO:
+        config = choose_dtypes(config, world.device)  # the precision says what frozen weights take
         strategy, reason = choose_strategy(task, config, world, _memory_of_a_rank(world))
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"strategy": strategy})})
     if task.task_context.trains:
@@ -114,6 +117,7 @@ def choose_strategy(task: Task, config: RunConfig, world: Distributed, room: flo
     """The strategy that ``auto`` stands for, and why.
 
     Args:
+        config: with its dtypes chosen.
         room: bytes of memory that this rank has.
     """
     if config.deepspeed is not None:
@@ -126,11 +130,25 @@ def choose_strategy(task: Task, config: RunConfig, world: Distributed, room: flo
         return "ddp", f"{world.size} processes"  # a user's own model has no known size before it is built
     ranks_per_copy = world.dims.tp * world.dims.pp  # context-parallel ranks replicate the parameters
     with world.working("finding the size of the model"):
-        parameters = sum(parameter.numel() for parameter in build_meta_model(task).parameters())
-    needed = parameters * BYTES_PER_PARAMETER[config.optim.state_dtype] / ranks_per_copy
+        needed = bytes_of_state(task, config) / ranks_per_copy
     fits = world.dp_ranks.sum_of_leaders(needed <= SHARE_FOR_STATE * room) == world.dp_ranks.size
     amounts = f"the model's state takes {needed / 2**30:.1f} GiB, and a rank has {room / 2**30:.1f} GiB"
     return ("ddp", f"{world.size} processes; {amounts}") if fits else ("fsdp", amounts)
+
+
+def bytes_of_state(task: Task, config: RunConfig) -> int:
+    """Bytes of one copy of the model with its gradients and optimizer's state. A frozen weight, as those under LoRA,
+    takes only what it is stored in.
+
+    Args:
+        config: with its dtypes chosen.
+    """
+    put_generators_back = note_host_generators()  # adapters draw random numbers, which the run's own must not miss
+    model, _ = build_weightless(task, config)
+    put_generators_back()
+    store_frozen_weights_low(model, config.precision)
+    trained = BYTES_PER_PARAMETER[config.optim.state_dtype]
+    return sum(p.numel() * (trained if p.requires_grad else p.itemsize) for p in model.parameters())
 
 
 def _memory_of_a_rank(world: Distributed) -> float:

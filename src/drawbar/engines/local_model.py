@@ -184,7 +184,7 @@ def _make_buffers_contiguous(model: nn.Module) -> None:
 def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseInfo | None]:
     """The full model, with the run's LoRA adapters if any, and what identifies their base model (None without)."""
     if task.task_context.weightless:
-        meta_model, base = _build_weightless(task, config)
+        meta_model, base = build_weightless(task, config)
         materialize(meta_model, HOST, HOST)
         return meta_model, base
     model, base = build_model(task), None
@@ -202,7 +202,7 @@ def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBase
     return model, base
 
 
-def _build_weightless(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseInfo | None]:
+def build_weightless(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseInfo | None]:
     """The model on the meta device, with adapters if the run has them, on a base that nothing is known of."""
     base = None if config.lora is None else _UNKNOWN_BASE
     return prepared_meta_model(build_meta_model(task), config, base), base
@@ -285,7 +285,7 @@ def build_meta(
     """The model on the meta device; the source of its weights (files, or the full model on rank 0); and what
     identifies the base model under its LoRA adapters (None without LoRA)."""
     if task.task_context.weightless:
-        meta_model, base = _build_weightless(task, config)
+        meta_model, base = build_weightless(task, config)
         return meta_model, Unset(), base
     files = None
     if config.lora is None:

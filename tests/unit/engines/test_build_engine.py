@@ -10,12 +10,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.schema.run_config import ParallelSection
+from drawbar.config.schema.run_config import CausalLMConfig, LoraSection, ParallelSection
 from drawbar.config.strategies import Strategy
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
-from drawbar.engines.build import build_engine
+from drawbar.engines.build import build_engine, bytes_of_state, choose_strategy
 from drawbar.errors import UserError
+from drawbar.forecast.fake_world import FakeWorld
+from drawbar.runtime.seed import rng_bytes
 from tiny import CPU, tiny_config, tiny_task
 
 
@@ -82,3 +84,33 @@ def test_a_faulty_builder_of_a_user_is_named(builder: Any, what: str, monkeypatc
     with pytest.raises(UserError, match=what) as caught:
         build_engine(tiny_task(config), config, Distributed(RankInfo(), CPU, timeout=60), total_steps=1)
     assert caught.value.where == "parallel.strategy=own_builders:mine"
+
+
+LLAMA_8B = {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("sections", "low", "high", "strategy"),
+    [
+        ({"precision": "bf16", "lora": LoraSection()}, 17e9, 19e9, "ddp"),  # the embedding stays fp32
+        ({"precision": "fp32", "lora": LoraSection()}, 32e9, 34e9, "ddp"),
+        ({"precision": "bf16"}, 128e9, 129e9, "fsdp"),
+    ],
+)
+def test_frozen_weights_take_what_they_are_stored_in(
+    sections: dict[str, Any], low: float, high: float, strategy: str
+) -> None:
+    task = CausalLMConfig(model="llama", from_scratch=LLAMA_8B)
+    config = tiny_config(**sections).model_copy(update={"task": task})
+    before = rng_bytes()
+    assert low < bytes_of_state(tiny_task(config), config) < high
+    world = FakeWorld(0, ParallelDims.of(config.parallel, 8), 8)
+    assert choose_strategy(tiny_task(config), config, world, 80 * 2**30)[0] == strategy
+    assert rng_bytes() == before, "a run with strategy auto would begin with other adapters"
