@@ -73,11 +73,3 @@ def test_generated_pages_are_up_to_date() -> None:
     assert page == markdown_reference(), "run `make docs`"
     schema = (ROOT / "docs" / "config.schema.json").read_text(encoding="utf-8")
     assert schema == schema_text(schema_json()), "run `make docs`"
-
-
-def test_the_loop_can_be_read_at_one_sitting() -> None:
-    assert len((ROOT / "src/drawbar/train/trainer.py").read_text().splitlines()) < 400
-    assert len((ROOT / "src/drawbar/engines/parts.py").read_text().splitlines()) < 120
-    assert len((ROOT / "src/drawbar/engines/engine.py").read_text().splitlines()) < 200
-    for path in (ROOT / "src").rglob("*.py"):
-        assert len(path.read_text().splitlines()) < 400, path

@@ -1,8 +1,6 @@
-"""Rules of the house that no linter knows: no strategy's or launcher's name in a comparison, no import circle, no name
-twice."""
+"""Rules of the house that no linter knows: no strategy's or launcher's name in a comparison, no import circle."""
 
 import ast
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +16,6 @@ OWN_MODULES = (
 """Where a strategy or a launcher may be asked for by name: its own modules, and the tables of rules."""
 STRATEGY_NAMES = {strategy.name for strategy in BUILT_IN}
 LAUNCHER_NAMES = {"slurm", "ssh", "local"}
-ENTRY_NAMES = {"__init__", "__main__"}
 
 
 def module_name(path: Path) -> str:
@@ -76,16 +73,3 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
     for name in sorted(graph):
         walk(name, ())
-
-
-def test_no_module_and_no_class_has_the_name_of_another() -> None:
-    modules: dict[str, list[str]] = defaultdict(list)
-    classes: dict[str, list[str]] = defaultdict(list)
-    for path, tree in trees():
-        if path.stem not in ENTRY_NAMES:
-            modules[path.stem].append(str(path.relative_to(SOURCE)))
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef):
-                classes[node.name].append(str(path.relative_to(SOURCE)))
-    for names in (modules, classes):
-        assert {name: paths for name, paths in names.items() if len(paths) > 1} == {}
