@@ -78,7 +78,9 @@ def check_libraries(libraries: list[Library], needed: Mapping[str, str]) -> Iter
             yield Finding(SECTION, library.name, level, f"{library.version}, but {wanted}", why, Fix(install))
         elif library.version and not is_tested(library.name, library.version):
             newest = TESTED[library.name][1]
-            yield Finding(SECTION, library.name, Level.WARNING, f"{library.version}: drawbar is tested up to {newest}")
+            told = f"{library.version}: drawbar is tested up to {newest}"
+            fix = Fix(f"{sys.executable} -m pip install '{library.name}<={newest}'", "should something fail")
+            yield Finding(SECTION, library.name, Level.WARNING, told, "", fix)
         elif library.name in SHOWN or not library.range:
             yield Finding(SECTION, library.name, Level.OK, f"{library.version}", library.range and wanted)
         else:

@@ -199,7 +199,14 @@ def test_an_old_library(version: str, tmp_path: Path, monkeypatch: pytest.Monkey
     stub_library(tmp_path, "transformers", version)
     monkeypatch.syspath_prepend(str(tmp_path))
     found = find(check_libraries(collect_libraries(), {}), "transformers")
-    trouble(found, Level.PROBLEM, f"{version}, but drawbar wants transformers>=5.0", "-m pip install 'transformers>=5")
+    trouble(found, Level.PROBLEM, f"{version}, but drawbar wants transformers>=5.17", "-m pip install 'transformers>=5")
+
+
+def test_a_library_that_is_newer_than_those_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_library(tmp_path, "transformers", "99.1.0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = find(check_libraries(collect_libraries(), {}), "transformers")
+    trouble(found, Level.WARNING, "99.1.0: drawbar is tested up to 5.24.0")
 
 
 def test_an_old_library_of_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
