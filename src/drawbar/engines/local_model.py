@@ -18,14 +18,14 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.models.huggingface import weights_without_file
 from drawbar.models.known_padding import use_known_padding
-from drawbar.models.lora import FrozenBaseInfo, add_adapters, add_adapters_to_base
+from drawbar.models.lora import FrozenBaseInfo, add_adapters, add_adapters_and_fill, add_adapters_to_base
 from drawbar.models.packed import PACKED_FAMILIES, allow_packing
 from drawbar.models.plans import plan_for
 from drawbar.parallel.apply import parallelize
 from drawbar.parallel.fp8 import compute_in_fp8
 from drawbar.parallel.low_precision_weights import keep_trained_weights_in_fp32, store_frozen_weights_low
 from drawbar.parallel.tensor import FusedLayout, fused_layouts
-from drawbar.parallel.weights import broadcast_shards, load_shard, materialize, named_tensors
+from drawbar.parallel.weights import broadcast_shards, expanded_empty, load_shard, materialize, named_tensors
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import note_host_generators
 from drawbar.tasks.method_errors import is_user_defined, method_error
@@ -187,9 +187,7 @@ def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBase
         meta_model, base = build_weightless(task, config)
         materialize(meta_model, HOST, HOST)
         return meta_model, base
-    model, base = build_model(task), None
-    if config.lora is not None:
-        base = add_adapters_to_base(model, config.lora, weights_without_file(model))
+    model, base = _read_adapted(task, config) or _compute_adapted(task, config)
     low = keep_trained_weights_in_fp32(model)
     if low:
         dtypes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in low))
@@ -200,6 +198,37 @@ def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBase
             dtypes,
         )
     return model, base
+
+
+def _compute_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseInfo | None]:
+    model = build_model(task)
+    if config.lora is None:
+        return model, None
+    return model, add_adapters_to_base(model, config.lora, weights_without_file(model))
+
+
+def _read_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseInfo] | None:
+    """The same model under LoRA, where the base need not be built, but is read from its files, tensor by tensor, in the
+    dtypes that it stays in: half the memory of fp32. None where ``build_model`` must make it."""
+    own_base = is_user_defined(task, "build_model") and not is_user_defined(task, "stored_weights")
+    if config.lora is None or own_base:
+        return None
+    put_generators_back = note_host_generators()
+    model = build_meta_model(task)
+    weights = _stored_weights(task, model)
+    put_generators_back()
+    if weights is None:
+        return None
+    materialize(model, HOST, HOST, expanded_empty)
+    precision = config.precision if task.task_context.trains else "fp32"
+    return model, add_adapters_and_fill(model, config.lora, weights, precision)
+
+
+def _stored_weights(task: Task, meta_model: nn.Module) -> Mapping[str, torch.Tensor] | None:
+    """Where to read all of the model's first weights; None where ``build_model`` must make them."""
+    if any(buffer.is_meta for buffer in meta_model.buffers()):
+        return None  # it was computed from a parameter, and files fill parameters alone
+    return task.stored_weights(meta_model)
 
 
 def build_weightless(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseInfo | None]:
@@ -292,9 +321,7 @@ def build_meta(
         put_generators_back = note_host_generators()
         with world.working("finding the weights"):
             meta_model = prepared_meta_model(build_meta_model(task), config, None)
-            # a buffer on meta was computed from a parameter, and files fill parameters alone
-            if not any(buffer.is_meta for buffer in meta_model.buffers()):
-                files = task.stored_weights(meta_model)
+            files = _stored_weights(task, meta_model)
         if world.sum(files is not None) == world.size:
             return meta_model, files, None
         put_generators_back()

@@ -79,7 +79,11 @@ _ROW = 2
 def _record(model: Any, head: nn.Linear, width: int, training: bool) -> list[Operator]:
     """The operators on the logits, where hidden states have this width."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    state = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    # all in fp32: frozen weights may be stored low, and without autocast torch multiplies no two dtypes
+    state = {
+        name: torch.empty_like(tensor, dtype=torch.float32 if tensor.is_floating_point() else None, device="meta")
+        for name, tensor in tensors.items()
+    }
     recorder = _LogitRecorder({id(state[name]): name for name, _ in model.named_buffers()})
     hidden_BLH = torch.empty(1, _ROW, width, device="meta")
     inputs = {"input_ids": torch.zeros(1, _ROW, dtype=torch.long, device="meta")}

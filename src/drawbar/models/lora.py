@@ -9,7 +9,7 @@ simply not frozen, without peft's ``ModulesToSaveWrapper``: they keep their name
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,9 @@ from transformers.pytorch_utils import Conv1D
 
 from drawbar.config.schema.run_config import LoraSection, RunConfig
 from drawbar.errors import UserError
+from drawbar.parallel.low_precision_weights import weights_to_store_low
 from drawbar.runtime.torch_internals import _BatchNorm
+from drawbar.util.dtypes import DTYPES
 
 _ADAPTER = "default"
 """peft's own name for the only adapter of a model; a part of the parameters' names (``lora_A.default.weight``)."""
@@ -116,6 +118,31 @@ def add_adapters_to_meta_model(
     add_adapters(model, lora)
     frozen = [name for name, parameter in before.items() if not parameter.requires_grad]
     return FrozenBaseInfo(frozenset(), _digest(weights[name].float() for name in frozen))
+
+
+def add_adapters_and_fill(
+    model: nn.Module, lora: LoraSection, weights: Mapping[str, torch.Tensor], precision: str
+) -> FrozenBaseInfo:
+    """As :func:`add_adapters_to_base`, on a model whose parameters have no values yet: they are filled with
+    ``weights``, one by one, each at once in the dtype that it is kept in. The base is never in memory in fp32.
+
+    Args:
+        model: on the CPU, as adapters are drawn where it is; with ``expanded_empty`` it takes no memory.
+        weights: the pretrained weights of all its parameters, by name; each is read once.
+        precision: of the run, whose frozen weights are stored low; ``fp32`` for all as the model has them.
+    """
+    before = {name: (parameter, parameter.requires_grad) for name, parameter in model.named_parameters()}
+    add_adapters(model, lora)
+    low = weights_to_store_low(model, precision)
+
+    def fill() -> Iterator[torch.Tensor]:
+        for name, (parameter, is_trained) in before.items():
+            value = weights[name].to(parameter.dtype)
+            parameter.data = value.to(DTYPES[precision]) if parameter in low else value
+            if is_trained and not parameter.requires_grad:
+                yield value
+
+    return FrozenBaseInfo(frozenset(), _digest(fill()))
 
 
 def _digest(parameters: Iterable[torch.Tensor]) -> str:

@@ -56,10 +56,16 @@ def keep_trained_weights_in_fp32(model: nn.Module) -> set[torch.dtype]:
     return found
 
 
+def weights_to_store_low(model: nn.Module, precision: str) -> set[nn.Parameter]:
+    """The frozen fp32 weights (those under LoRA) that autocast would cast in each forward: stored in the low precision,
+    they take half the memory, and what is computed stays the same, bit by bit."""
+    if precision == "fp32":
+        return set()
+    cast = parameters_cast_by_autocast(model)
+    return {parameter for parameter in cast if not parameter.requires_grad and parameter.dtype == torch.float32}
+
+
 def store_frozen_weights_low(model: nn.Module, precision: str) -> None:
-    """Store frozen weights (those under LoRA) in the low precision, in place: half the memory, and no cast in each
-    forward. Only those that autocast would cast anyway: what is computed stays the same, bit by bit."""
-    if precision != "fp32":
-        for parameter in parameters_cast_by_autocast(model):
-            if not parameter.requires_grad and parameter.dtype == torch.float32:
-                parameter.data = parameter.data.to(DTYPES[precision])
+    """Store the frozen weights of :func:`weights_to_store_low` in the low precision, in place."""
+    for parameter in weights_to_store_low(model, precision):
+        parameter.data = parameter.data.to(DTYPES[precision])
