@@ -81,11 +81,10 @@ def _fork(channel: Connection, launcher: int) -> bool:
     between = os.fork()
     if not between:
         between = os.getpid()
-        rank = os.fork()
-        if rank:
-            os.write(writer, str(rank).encode())
+        if os.fork():
             os._exit(0)
-        os.setsid()
+        os.setsid()  # before anybody knows it: the launcher sends signals to its session
+        os.write(writer, str(os.getpid()).encode())
         os.close(reader)
         os.close(writer)
         while os.getppid() == between:
