@@ -13,11 +13,11 @@ LAYOUTS = list(product(CHUNKS, range(2, 7), range(1, 15)))
 """Schedules, ranks, micro-batches."""
 
 
-def steps_of(schedule: str, ranks: int, count: int) -> list[list[Instruction]]:
+def steps_of(schedule: str, ranks: int, count: int) -> list[tuple[Instruction, ...]]:
     return [instructions_of(schedule, rank, ranks, CHUNKS[schedule], count) for rank in range(ranks)]
 
 
-def execute(steps: list[list[Instruction]], stages: int) -> list[Instruction]:
+def execute(steps: list[tuple[Instruction, ...]], stages: int) -> list[Instruction]:
     """What was executed, with messages as NCCL sends them: on each rank those of a group one after another, a send ends
     when the other rank receives, and messages to higher and to lower ranks have groups of their own."""
     ranks = len(steps)

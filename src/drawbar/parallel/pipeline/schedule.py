@@ -13,6 +13,7 @@ P: ranks of the pipeline; B: rows, L: tokens in a row, of a micro-batch; H: hidd
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -88,7 +89,8 @@ def actions_of(schedule: str, rank: int, ranks: int, chunks: int, count: int) ->
     return [action for action in (*forwards[:lead], *in_turn) if action is not None and action.micro_batch < count]
 
 
-def instructions_of(schedule: str, rank: int, ranks: int, chunks: int, count: int) -> list[Instruction]:
+@lru_cache(maxsize=16)  # most steps have as many micro-batches as the one before
+def instructions_of(schedule: str, rank: int, ranks: int, chunks: int, count: int) -> tuple[Instruction, ...]:
     """A rank's step: its actions, each behind what it has to receive, and followed by what it has to send."""
     stages = ranks * chunks
     arrivals = {}
@@ -106,7 +108,7 @@ def instructions_of(schedule: str, rank: int, ranks: int, chunks: int, count: in
         instructions.append(action)
         if action.feeds(stages) is not None:
             instructions.append(Send(action))
-    return instructions
+    return tuple(instructions)
 
 
 @dataclass
