@@ -7,7 +7,6 @@ the output of ``pip list --format=freeze`` on it. Needs a network, here; the fol
 """
 
 import argparse
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -19,12 +18,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from email.parser import HeaderParser
 from pathlib import Path
-from types import ModuleType
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
+from release import build
 
 ROOT = Path(__file__).resolve().parents[1]
 NODE = """
@@ -68,10 +67,9 @@ COMMAND = "python3 -m pip install --quiet --no-index --no-deps --no-compile"
 def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parse(arguments)
     out: Path = parsed.out
-    shutil.rmtree(out, ignore_errors=True)
-    (out / FP8).mkdir(parents=True)
+    make_folder(out)
     there = installed("\n".join(NODE.split()) if parsed.node is None else parsed.node.read_text(encoding="utf-8"))
-    drawbar = release().build(ROOT, out)
+    drawbar = build(ROOT, out)
     for path in out.glob("*.tar.gz"):
         path.unlink()
     older = disagreement(drawbar, parsed.python, there)
@@ -102,14 +100,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def release() -> ModuleType:
-    """The tool beside this one, which builds drawbar's wheel."""
-    spec = importlib.util.spec_from_file_location("release", ROOT / "tools" / "release.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def make_folder(out: Path) -> None:
+    """An empty folder, in the place of one that this tool has made before.
+
+    Raises:
+        SystemExit: something else is there, which stays.
+    """
+    if out.is_dir() and not out.is_symlink() and ((out / "install.sh").is_file() or not any(out.iterdir())):
+        shutil.rmtree(out)
+    elif os.path.lexists(out):
+        sys.exit(f"error: {out} is there, and holds no wheels of drawbar: name another folder with --out")
+    (out / FP8).mkdir(parents=True)
+    (out / "install.sh").touch()  # from now on it is known, though it may not come to its end
 
 
 def installed(listed: str) -> dict[str, Version | None]:

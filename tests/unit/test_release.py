@@ -1,28 +1,20 @@
 """What is installed by people who have no clone, and when it may be released."""
 
-import importlib.util
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import drawbar
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import release
+import wheelhouse
+
 ROOT = Path(__file__).parents[2]
-
-
-def load_release() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("release", ROOT / "tools" / "release.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-release = load_release()
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +64,27 @@ def test_a_release_is_of_a_clean_tree_with_a_new_version_that_the_changelog_name
 def test_the_changelog_begins_with_this_version() -> None:
     headings = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
     assert headings[0].split()[1] == drawbar.__version__
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a file", "a link"])
+def test_a_wheelhouse_replaces_nothing_but_a_wheelhouse(kind: str, tmp_path: Path) -> None:
+    out, mine = tmp_path / "out", tmp_path / "mine" / "thesis.tex"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    if kind == "a folder":
+        out.mkdir()
+        (out / "thesis.tex").write_text("mine")
+    elif kind == "a file":
+        out.write_text("mine")
+    else:
+        out.symlink_to(mine.parent)
+    with pytest.raises(SystemExit, match="name another folder"):
+        wheelhouse.make_folder(out)
+    assert (out if out.is_file() else out / "thesis.tex").read_text() == "mine"
+
+
+def test_a_wheelhouse_replaces_one_that_it_made(tmp_path: Path) -> None:
+    wheelhouse.make_folder(tmp_path)
+    (tmp_path / "old.whl").touch()
+    wheelhouse.make_folder(tmp_path)
+    assert not (tmp_path / "old.whl").exists()
