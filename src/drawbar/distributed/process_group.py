@@ -24,7 +24,7 @@ from drawbar.distributed.rank_info import RankInfo, has_launcher, node_name
 from drawbar.distributed.stores import prefixed_store
 from drawbar.distributed.watchdog import ProcessId, Watchdog
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.torch_internals import _world
+from drawbar.runtime import torch_internals
 
 T = TypeVar("T")
 
@@ -128,8 +128,9 @@ class Distributed:
 
     def set_group_timeouts(self) -> None:
         """Give the run's timeout to all process groups, those of meshes and libraries too: torch's is 10 or 30 min."""
-        set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # new in torch 2.14
-        for group in _world.pg_map:
+        # new in torch 2.14, and the older one may go
+        set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else torch_internals._set_pg_timeout
+        for group in torch_internals._world.pg_map:
             set_timeout(self.timeout, group)
 
     def _give_up(self) -> None:

@@ -23,6 +23,7 @@ NAMES = {
     "_foreach_mul_": ("torch", "gradients clipped by one kernel"),
     "_foreach_norm": ("torch", "norms of all gradients by one kernel"),
     "_resolve_process_group": ("torch.distributed.distributed_c10d", "plan: the ranks of a collective"),
+    "_set_pg_timeout": ("torch.distributed.distributed_c10d", "before torch 2.14: timeouts of process groups"),
     "_world": ("torch.distributed.distributed_c10d", "timeouts of the groups of meshes and libraries"),
     "compute_local_shape_and_global_offset": ("torch.distributed.tensor._utils", "where a shard lies in its tensor"),
     "on_compile_end": ("torch._dynamo", "how long compiling takes"),
@@ -35,6 +36,7 @@ NAMES = {
 """By name: its module, and what it is for."""
 
 MEMBERS = (
+    "torch.cuda:_is_in_bad_fork",
     "torch.distributed.device_mesh:DeviceMesh._concatenate",
     "torch.distributed.device_mesh:DeviceMesh._flatten",
     "torch.distributed.device_mesh:DeviceMesh._unflatten",
@@ -43,6 +45,8 @@ MEMBERS = (
     "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
     "torch.distributed.tensor.parallel:ColwiseParallel._prepare_output_fn",
     "torch.distributed.tensor.parallel:ParallelStyle._apply",
+    "torch.nn.attention.varlen:torch.ops.torch_attn._varlen_attn.default",
+    "torch:ops.aten._local_scalar_dense.default",
     "torch:ops.aten._scaled_dot_product_cudnn_attention.default",
     "torch:ops.aten._scaled_dot_product_efficient_attention.default",
     "torch:ops.aten._scaled_dot_product_flash_attention.default",

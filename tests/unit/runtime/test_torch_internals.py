@@ -12,7 +12,8 @@ from drawbar.runtime import torch_internals
 from drawbar.runtime.torch_internals import MEMBERS, NAMES
 
 PRIVATE = re.compile(
-    r"^\s*(from torch[\w.]*\._|from torch[\w.]* import (.*\W)?_|import torch[\w.]*\._)|\btorch\._[a-z]"
+    r"^\s*(from torch[\w.]*\._|from torch[\w.]* import (.*\W)?_|import torch[\w.]*\._)"
+    r"|\b(torch|distributed_c10d)\._[a-z]"
 )
 SOURCES = Path(torch_internals.__file__).parents[1]
 
