@@ -1,6 +1,5 @@
 """Encodes records to columns of samples, in this process or in worker processes."""
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -18,6 +17,7 @@ from drawbar.data.readers import Record
 from drawbar.data.reading import NumberedRecord, Reading
 from drawbar.data.worker_pool import WorkerFailed, WorkerPool, pickled
 from drawbar.errors import UserError
+from drawbar.util.cores import usable_cores
 
 Encode = Callable[[Record], Any]
 """record → a sample, a list of samples, or None to leave the record out."""
@@ -202,7 +202,7 @@ def encode_chunks(
     numbered = iter(reading)
     if workers == "auto":
         done, seconds = yield from _encode_here(encode, numbered, skip, TRIAL_SECONDS)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = usable_cores()
         worth = cores > 1 and done and seconds / done * (reading.total - done) > MIN_WORK_SECONDS
         count = min(cores, MOST_WORKERS) if worth else 0
     else:

@@ -27,6 +27,9 @@ _FURTHER_RANK_VARIABLES = (
 )
 """What some launchers set besides."""
 
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""torch's settings of its CUDA allocator: their name, and an older one. It reads them when it first allocates."""
+
 
 @contextmanager
 def without_rank_in_environment() -> Iterator[None]:
@@ -111,7 +114,8 @@ def has_launcher(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def choose_device(wanted: str, rank_info: RankInfo) -> torch.device:
-    """The device of this process, for the setting ``device``.
+    """The device of this process, for the setting ``device``. On CUDA it becomes torch's current one, and its allocator
+    gets segments that can grow, unless the environment configures it.
 
     Raises:
         UserError: the device does not exist here, or this machine has fewer GPUs than processes.
@@ -142,6 +146,9 @@ def choose_device(wanted: str, rank_info: RankInfo) -> torch.device:
             f"{rank_info.local_world_size} processes on this machine, but {count} GPUs are visible",
             remedy=f"set launch.nproc={count}, or device=cpu",
         )
+    # micro-batches differ in size, and a segment that cannot grow is of no use for a larger one
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        os.environ[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device

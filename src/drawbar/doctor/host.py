@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar.doctor.finding import Finding, Fix, Level, size
+from drawbar.util.cores import usable_cores
 
 SECTION = "Machine"
 GIB = 2**30
@@ -50,7 +51,7 @@ def collect_host(environ: Mapping[str, str] = os.environ, shared_memory: str = "
     return HostFacts(
         name=platform.node(),
         system=f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}",
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else all_cores,
+        cores=usable_cores(),
         all_cores=all_cores,
         cpu_quota=_cpu_quota(),
         omp_threads=environ.get("OMP_NUM_THREADS"),

@@ -70,7 +70,7 @@ def check_machine(config: RunConfig, world: Distributed, trains: bool = True) ->
     config = choose_dtypes(config, world.device)
     check_rules(_resolved_for_rules(config, world), RULES + FP8_TRAINING if trains else RULES)
     if config.parallel.compile:
-        check_compiler(world.device)
+        check_compiler(world.device, world.rank_info.local_world_size)
     if config.parallel.fp8 is not None and trains:
         check_fp8(config.parallel.fp8, world.device)
     return config

@@ -1,5 +1,6 @@
 """``torch.compile``, block by block: equal blocks are compiled once."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from drawbar.errors import UserError
 from drawbar.parallel.blocks import Forward, blocks_for, replace_forward
+from drawbar.util.cores import usable_cores
 
 _is_off = ContextVar("compiled blocks are off", default=False)
 
@@ -76,12 +78,19 @@ class CompileClock:
         self.seconds += time.perf_counter() - self._began
 
 
-def check_compiler(device: torch.device) -> None:
+def check_compiler(device: torch.device, local_ranks: int) -> None:
     """Compile one addition, and so find out before training what is missing.
+
+    Args:
+        local_ranks: of this machine. They share its cores, unless the environment says how many compile.
 
     Raises:
         UserError: torch cannot compile on this machine: there is no C++ compiler, or no triton.
     """
+    from drawbar.runtime.torch_internals import config as inductor  # a second to import: for runs that compile
+
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # else each rank starts a process for each core, up to 32
+        inductor.compile_threads = min(inductor.compile_threads, max(1, usable_cores() // local_ranks))
     try:
         torch.compile(_add_one)(torch.zeros(1, device=device))
     except (RuntimeError, ImportError, OSError) as error:  # errors of torch itself are RuntimeErrors

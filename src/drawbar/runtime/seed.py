@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+import torch.utils.deterministic
 
 
 def seed_everything(seed: int, seed_rank: int = 0) -> None:
@@ -26,6 +27,7 @@ def use_deterministic_kernels() -> None:
     torch has none (cumulative sums of floats on CUDA, for one), it raises. Call it before any kernel has run."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses every matrix product on CUDA
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # else torch writes NaN to all memory that it allocates
     torch.backends.cudnn.benchmark = False
 
 

@@ -26,6 +26,7 @@ NAMES = {
     "_set_pg_timeout": ("torch.distributed.distributed_c10d", "before torch 2.14: timeouts of process groups"),
     "_world": ("torch.distributed.distributed_c10d", "timeouts of the groups of meshes and libraries"),
     "compute_local_shape_and_global_offset": ("torch.distributed.tensor._utils", "where a shard lies in its tensor"),
+    "config": ("torch._inductor", "how many processes compile"),
     "on_compile_end": ("torch._dynamo", "how long compiling takes"),
     "on_compile_start": ("torch._dynamo", "how long compiling takes"),
     "replicate": ("torch.distributed._composable.replicate_with_fsdp", "replicas on a mesh"),

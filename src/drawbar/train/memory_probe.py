@@ -32,8 +32,8 @@ from drawbar.util.atomic_files import write_durably
 
 MICRO_BATCH_FILE = "micro_batch.json"
 USABLE_SHARE = 0.9
-"""Of a device's memory. The rest is for fragments, for what an update takes besides the optimizer's state, and for what
-``largest_that_fits`` cannot foresee."""
+"""Of a device's memory. The rest is for fragments that steps of other sizes leave, for what an update takes besides the
+optimizer's state, and for what ``largest_that_fits`` cannot foresee."""
 
 
 class DeviceMemory(Protocol):
@@ -50,7 +50,7 @@ class DeviceMemory(Protocol):
         """What tensors have now."""
 
     def peak(self) -> int:
-        """The most that tensors had at once since ``reset``."""
+        """The most that was taken from the device at once since ``reset``: tensors, and what was free between them."""
 
     def limit(self) -> int:
         """The most that tensors could have."""
@@ -75,7 +75,7 @@ class CudaMemory:
         return torch.cuda.memory_allocated(self._device)
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
+        return torch.cuda.max_memory_reserved(self._device)
 
     def limit(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)

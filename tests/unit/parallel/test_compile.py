@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drawbar.errors import UserError
 from drawbar.parallel.activation_checkpointing import checkpoint_activations
 from drawbar.parallel.compile import check_compiler, compile_blocks
+from drawbar.util.cores import usable_cores
 from harness import run_ranks
 
 LENGTHS = [12, 12, 17, 23, 9, 31]
@@ -63,7 +65,7 @@ def test_losses_are_equal_and_lengths_are_compiled_once() -> None:
 
 def compile_without_compiler() -> str:
     with pytest.raises(UserError) as error:
-        check_compiler(torch.device("cpu"))
+        check_compiler(torch.device("cpu"), local_ranks=1)
     return str(error.value)
 
 
@@ -72,6 +74,18 @@ def test_a_machine_without_compiler_is_told_so(tmp_path) -> None:
     (message,) = run_ranks(compile_without_compiler, 1, env=env)
     assert "torch.compile does not work on this machine" in message
     assert "parallel.compile=false" in message
+
+
+def compiling_processes(ranks: int) -> int:
+    check_compiler(torch.device("cpu"), ranks)
+    return inductor.compile_threads
+
+
+def test_ranks_share_the_cores_to_compile() -> None:
+    shared = 2 * usable_cores()
+    assert run_ranks(compiling_processes, 1, shared) == [1]
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": "as it is"}  # for torch, which has read it by now
+    assert run_ranks(compiling_processes, 1, shared, env=env) == run_ranks(compiling_processes, 1, 1)
 
 
 def test_models_without_blocks_are_refused() -> None:

@@ -101,8 +101,14 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     assert choose_device("auto", RankInfo(7, 8, 3, 4)) == torch.device("cuda", 3)
-    assert chosen == [torch.device("cuda", 3)]
+    assert os.environ.pop("PYTORCH_ALLOC_CONF") == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert choose_device("auto", RankInfo(7, 8, 3, 4)) == torch.device("cuda", 3)
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    assert chosen == 2 * [torch.device("cuda", 3)]
 
 
 def test_a_launcher_may_show_each_process_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +116,7 @@ def test_a_launcher_may_show_each_process_its_own_gpu_alone(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     assert choose_device("auto", RankInfo(7, 8, 3, 4)) == torch.device("cuda", 0)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(UserError, match=r"4 processes[\s\S]*1 GPUs are visible"):

@@ -3,6 +3,7 @@
 import os
 
 from drawbar.distributed.watchdog import LAUNCHER
+from drawbar.util.cores import usable_cores
 from drawbar.util.torch_imports import silence_ranks
 
 STATUS_VARIABLE = "DRAWBAR_STATUS_FILE"
@@ -12,7 +13,6 @@ STATUS_VARIABLE = "DRAWBAR_STATUS_FILE"
 def become_launcher(nproc: int) -> None:
     """Tell the ranks that this process is their launcher, and how many threads each uses if the user sets no number:
     the ranks share the cores that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
     silence_ranks()
     os.environ[LAUNCHER] = str(os.getpid())
