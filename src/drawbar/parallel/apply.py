@@ -1,9 +1,10 @@
-"""Applies tensor parallelism, activation checkpointing, compilation, and FSDP or replication to a model, in this
-order."""
+"""Applies a bf16 residual stream, tensor parallelism, activation checkpointing, compilation, and FSDP or replication to
+a model, in this order."""
 
 import logging
 import warnings
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -13,6 +14,7 @@ from drawbar.parallel.activation_checkpointing import checkpoint_activations
 from drawbar.parallel.compile import compile_blocks
 from drawbar.parallel.fsdp import replicate_on_mesh, shard
 from drawbar.parallel.model_plan import ModelParallelPlan
+from drawbar.parallel.residual_stream import keep_stream_in_bf16, stream_dtype
 from drawbar.parallel.tensor import tensor_parallel
 
 
@@ -32,8 +34,8 @@ def parallelize(
     mesh: DeviceMesh | None,
     precision: str,
 ) -> None:
-    """Parallelize a model (or one pipeline stage) in place: tensor → activation checkpointing → compile → shard or
-    replicate.
+    """Parallelize a model (or one pipeline stage) in place: bf16 stream → tensor → activation checkpointing →
+    compile → shard or replicate.
 
     Tensor parallelism comes first, so that everything else sees one rank's shards. Activation checkpointing wraps the
     tensor-parallel block, compilation wraps the checkpointed block, and FSDP all-gathers outside of both.
@@ -43,6 +45,8 @@ def parallelize(
         parallel: with ``strategy`` resolved: not ``auto``.
         mesh: all axes of ``dims``; None where nothing is sharded or replicated here (one process, DDP, DeepSpeed).
     """
+    if stream_dtype(precision) == torch.bfloat16:
+        keep_stream_in_bf16(model)
     if mesh is not None:
         _quiet()
         if dims.tp > 1:

@@ -265,8 +265,8 @@ class RunConfig(Section):
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Dtype of matrix products. Trained weights stay fp32. `auto`: bf16 on a GPU that has it, else fp32; a resumed
-    run keeps what it began with. For fp8 see `parallel.fp8`."""
+    """Dtype of matrix products, and with `bf16` of the residual stream. Trained weights stay fp32. `auto`: bf16 on a
+    GPU that has it, else fp32; a resumed run keeps what it began with. For fp8 see `parallel.fp8`."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """What to run on. `auto`: CUDA, else Apple's MPS (one process), else the CPU."""
     parallel: ParallelSection = ParallelSection()

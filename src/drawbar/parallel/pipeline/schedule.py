@@ -1,8 +1,8 @@
 """Training steps of a pipeline: in which order a rank computes, and what it sends to its neighbours.
 
 The schedules are GPipe (Huang et al. 2019, arXiv:1811.06965), 1F1B and interleaved 1F1B (Narayanan et al. 2021,
-arXiv:2104.04473). A step is a list of instructions, known before it begins. Hidden states are sent in fp32, the dtype
-of the residual stream under autocast, so a pipeline computes the same as one process.
+arXiv:2104.04473). A step is a list of instructions, known before it begins. Hidden states are sent in the
+dtype of the residual stream, so a pipeline computes the same as one process.
 
 Not by ``torch.distributed.pipelining``: its stages take micro-batches of one shape, and what has to be replaced inside
 them for micro-batches of many is another in torch 2.11, 2.13 and 2.15.
@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from drawbar.parallel.ddp import gradient_sync
 from drawbar.parallel.precision import autocast
+from drawbar.parallel.residual_stream import stream_dtype
 
 Inputs = Mapping[str, Any]
 """What the model is called with for one micro-batch: ``input_ids`` (B, L), and more."""
@@ -118,7 +119,7 @@ class _Step:
     inputs: Sequence[Inputs]
     loss: Loss
     messages: dict[Action, Tensor] = field(default_factory=dict)
-    """Results of actions, to be sent or received: hidden states and their gradients, fp32, shape (B, L, H)."""
+    """Results of actions, to be sent or received: hidden states and their gradients, shape (B, L, H)."""
     graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     """By stage and micro-batch, from forward to backward: what the stage received, and its output."""
     sent: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
@@ -192,7 +193,7 @@ class Pipeline:
             if action.feeds(self.stages) is None:
                 out = step.loss(out, action.micro_batch)
         if action.feeds(self.stages) is not None:
-            out = out.float().contiguous()
+            out = out.to(stream_dtype(self.precision)).contiguous()
             step.messages[action] = out.detach()
         step.graphs[action.stage, action.micro_batch] = hidden_BLH, out
 
@@ -210,7 +211,8 @@ class Pipeline:
             step.messages[action] = hidden_BLH.grad.contiguous()
 
     def _receive(self, step: _Step, action: Action) -> Tensor:
-        message_BLH = torch.empty(*step.inputs[action.micro_batch]["input_ids"].shape, self.width, device=self.device)
+        shape, dtype = (*step.inputs[action.micro_batch]["input_ids"].shape, self.width), stream_dtype(self.precision)
+        message_BLH = torch.empty(shape, dtype=dtype, device=self.device)
         source = action.stage % self.ranks
         dist.recv(message_BLH, group=self._group(source, self.rank), group_src=source)
         return message_BLH
