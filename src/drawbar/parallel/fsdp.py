@@ -36,7 +36,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
     fp32. Autocast decides what is computed in ``precision``, as without shards. So only what autocast casts anyway is
     gathered in ``precision``: linear layers of the blocks and of the head. The rest is gathered in fp32, together
     with the root's own parameters: the norms of the blocks, and what is outside of the blocks. To gather norms by
-    themselves, each would need ``fully_shard``, with hooks inside the block. (Exceptions: ``_gathered_parameters``.)
+    themselves, each would need ``fully_shard``, with hooks inside the block. (Exceptions: ``_gathered_parameters``, and
+    ``_lookup``, whose weight is freed after its forward and not gathered for its backward, which has no use for it.)
 
     Args:
         mesh: two-dimensional (replicas, shards), or that of the shards alone.
@@ -62,19 +63,23 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
     if dtype is not None:
         low = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
-    units = _units(model)
+    reshard = parallel.pipeline == 1 if parallel.reshard is None else parallel.reshard
+    lookup = _lookup(model) if reshard else None
+    units = [*([] if lookup is None else [lookup]), *_units(model)]
     cast = set() if dtype is None else parameters_cast_by_autocast(model)
     groups = [_gathered_parameters(own, cast) for own in _exclusive_parameters(model, units)]
     _used_units[model] = _UsedUnits(units)
     # the root first: FSDP collects no parameters from submodules that it already wraps
     wrap(model, mp_policy=exact, ignored_params=set().union(*groups), reshard_after_forward=False)
     grouped = [(unit, group) for unit, group in zip(units, groups, strict=True) if group]
-    reshard = parallel.pipeline == 1 if parallel.reshard is None else parallel.reshard
     for number, (unit, group) in enumerate(grouped, start=1):
         others = set(unit.parameters()) - group
         # the last unit is not freed: the backward pass begins with it, and would gather it again at once
         frees = reshard and number < len(grouped)
         wrap(unit, mp_policy=low if group <= cast else exact, ignored_params=others, reshard_after_forward=frees)
+        if unit is lookup:
+            lookup.set_unshard_in_backward(False)
+            _freed_lookups.add(lookup)
     if parallel.reduce_dtype == "bf16":
         for module in _fsdp_modules(model):
             module.set_custom_reduce_scatter(_Bf16ReduceScatter())
@@ -155,6 +160,22 @@ def _units(model: nn.Module) -> list[nn.Module]:
     return units if head is None or head in units else [*units, head]
 
 
+_freed_lookups: WeakSet[nn.Module] = WeakSet()
+
+
+def _lookup(model: nn.Module) -> nn.Module | None:
+    """The embedding of the tokens, if its weight is used in its forward alone: not by a head that is tied to it, nor by
+    a backward, as that of a lookup needs only the tokens. With a large vocabulary it is the largest tensor of a model.
+    """
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", True):  # some heads use it, and are no module
+        return None
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # a model of images, or of one's own
+        return None
+    return embedding if type(embedding) is nn.Embedding else None
+
+
 def _exclusive_parameters(model: nn.Module, units: Iterable[nn.Module]) -> list[set[nn.Parameter]]:
     """For each FSDP unit, the parameters that no module outside of it uses."""
 
@@ -199,12 +220,16 @@ _in_inference: WeakSet[nn.Module] = WeakSet()
 
 @contextmanager
 def free_gathered(model: nn.Module) -> Iterator[None]:
-    """Context for forward passes without backward: reshard the parameters afterwards, also after an error. Of nested
-    contexts for the same model, only the outermost one does it."""
+    """Context for forward passes without backward: what lies outside of the blocks stays gathered from one to the next;
+    the parameters are resharded afterwards, also after an error. Of nested contexts for the same model, only the
+    outermost one does it."""
     if model in _in_inference:
         yield
         return
     _in_inference.add(model)
+    lookups = [module for module in _fsdp_modules(model) if module in _freed_lookups]
+    for module in lookups:
+        module.set_reshard_after_forward(False, recurse=False)
     try:
         yield
     except BaseException:
@@ -213,5 +238,7 @@ def free_gathered(model: nn.Module) -> Iterator[None]:
         raise
     finally:
         _in_inference.remove(model)
+        for module in lookups:
+            module.set_reshard_after_forward(True, recurse=False)
         for module in _fsdp_modules(model):
             module.reshard()

@@ -164,6 +164,41 @@ def test_the_outermost_inference_frees_what_was_gathered() -> None:
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("fields", "parallel", "is_freed"),
+    [
+        ({}, FSDP, True),
+        ({"tie_word_embeddings": True}, FSDP, False),  # the head needs it
+        ({}, ParallelSection(strategy="fsdp", reshard=False), False),
+    ],
+)
+def test_an_embedding_is_whole_in_its_forward_alone(
+    fields: dict[str, Any], parallel: ParallelSection, is_freed: bool
+) -> None:
+    """While a model trains; in an evaluation, it is kept from one batch to the next."""
+    found: list[bool] = []
+    with Distributed(RankInfo(), CPU, 60, ParallelDims.of(parallel, 1)) as world:
+        engine = tiny_engine(tiny_config("llama", fields, parallel=parallel), world)
+        embedding, blocks = engine.module.get_input_embeddings(), engine.module.model.layers
+
+        def look(*_: Any) -> None:
+            found.append(not isinstance(embedding.weight, DTensor))
+
+        blocks[0].register_forward_pre_hook(look)
+        blocks[0].register_full_backward_hook(look)
+        step = random_step(engine, seed=0)
+        for _ in range(2):
+            engine.train_step(step)
+            assert found == [not is_freed] * 4  # two micro-batches
+            found.clear()
+            with engine.evaluating():
+                engine.eval_step(step[0].batch)
+                look()
+            assert found == [True] * 2
+            found.clear()
+            assert isinstance(embedding.weight, DTensor)
+
+
 def test_a_sharded_encoder_decoder_writes_the_same() -> None:
     """``generate`` calls the encoder by itself."""
     torch.manual_seed(0)
