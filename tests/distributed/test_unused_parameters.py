@@ -10,9 +10,14 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import drawbar
 from conftest import make_project
+from drawbar.config.parallel_dims import ParallelDims
+from drawbar.config.schema.run_config import ParallelSection
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from harness import run_ranks
 from runs import fit_in, largest_difference, losses, weights
+from tiny import CPU, Numbers, random_step, tiny_config, unchecked_engine
 
 SETTINGS = ("train.micro_batch=1", "train.steps=6", "train.global_batch=4", "optim.warmup=1", "checkpoint.every=null")
 
@@ -139,3 +144,38 @@ def test_ranks_of_fsdp_that_use_different_parts_of_one_size_are_stopped(
 ) -> None:
     """One rank would take the other's parameters for its own, and add its gradients to them, in silence."""
     run_ranks(train_experts, 2, str(make_project(tmp_path)), task)
+
+
+class ExpertsOfNumbers(Experts, Numbers):
+    pass
+
+
+CHOICES = ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0), (0, 1))
+"""The expert of each rank in each step."""
+
+
+def waits_of_steps() -> tuple[list[int], bool]:
+    """How often this rank waited for the other hosts in each step, and whether the last one was refused."""
+    parallel = ParallelSection(strategy="fsdp")
+    config = tiny_config(parallel=parallel)
+    with Distributed(RankInfo.from_environment(), CPU, 60, ParallelDims.of(parallel, 2)) as world:
+        engine = unchecked_engine(ExpertsOfNumbers(config), config, world)
+        waits, refused = [], False
+        for seed, experts in enumerate(CHOICES):
+            step = random_step(engine, seed)
+            for micro in step:
+                micro.batch["input_ids"][0, 1] = experts[world.rank]
+            before = world._liveness._entered
+            try:
+                engine.train_step(step, num_targets=40)
+            except UserError as error:
+                refused = "the ranks used different parts of the model" in str(error)
+            except RuntimeError:  # the other rank is gone
+                assert seed == len(CHOICES) - 1
+            waits.append(world._liveness._entered - before)
+        return waits, refused
+
+
+def test_ranks_of_fsdp_wait_for_one_another_only_where_the_parts_change() -> None:
+    """The one that changes alone is stopped."""
+    assert run_ranks(waits_of_steps, 2) == [([1, 0, 1, 0, 1, 0], False), ([1, 0, 1, 0, 1, 1], True)]

@@ -211,12 +211,15 @@ class Distributed:
 
     def _reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """Over all processes, in place; waits as a barrier does."""
+        self._liveness.wait(self._begin_reduce(tensor, operation), None)
+        return tensor
+
+    def _begin_reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> dist.Work:
         assert self._control is not None
         options = dist.AllreduceOptions()
         options.reduceOp = operation
         options.timeout = _FOREVER
-        self._liveness.wait(self._control.allreduce([tensor], options), None)
-        return tensor
+        return self._control.allreduce([tensor], options)
 
     def sum(self, value: float) -> float:
         """The sum of a host number over all processes, in float64."""
@@ -230,9 +233,20 @@ class Distributed:
 
     def sum_counts(self, values: list[int]) -> list[int]:
         """The sums of host integers over all processes, item by item."""
+        return self.begin_sum_counts(values)()
+
+    def begin_sum_counts(self, values: list[int]) -> Callable[[], list[int]]:
+        """The same, without a wait: the function that is returned waits for the sums. It need not be called."""
         if self.size == 1:
-            return values
-        return self._reduce(torch.tensor(values, dtype=torch.int64), dist.ReduceOp.SUM).tolist()
+            return lambda: values
+        tensor = torch.tensor(values, dtype=torch.int64)
+        work = self._begin_reduce(tensor, dist.ReduceOp.SUM)
+
+        def sums() -> list[int]:
+            self._liveness.wait(work, None)
+            return tensor.tolist()
+
+        return sums
 
     def max(self, value: int) -> int:
         """The largest of a host number over all processes."""

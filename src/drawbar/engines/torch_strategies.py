@@ -216,7 +216,12 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
 
 
 class _UsageCheck:
-    """Checks in each step that all ranks ran the same submodules of a sharded model: else the gradients are wrong."""
+    """Checks in each step that all ranks ran the same submodules of a sharded model: else the gradients are wrong.
+
+    The ranks exchange digests of what they ran, and a rank waits for those of the others only where its own is not that
+    of its step before (of as many micro-batches). So ranks that were equal stay so, or one that has changed raises. The
+    others may have updated their weights by then, but save nothing without it.
+    """
 
     def __init__(
         self, module: nn.Module, world: Distributed, synchronizing: Callable[[bool], AbstractContextManager[None]]
@@ -225,23 +230,32 @@ class _UsageCheck:
         self._world = world
         self._synchronizing = synchronizing
         self._digest = 0
+        self._micro_batches = 0
+        self._checked: dict[int, int] = {}
+        """The digest that was last found to be that of all ranks, by the number of micro-batches."""
 
     @contextmanager
     def synchronizing(self, last: bool) -> Iterator[None]:
         """See ``TrainingForward``.
 
         Raises:
-            UserError: after the last micro-batch, where ranks used different parts.
+            UserError: after the last micro-batch, where this rank used other parts than before, or in its first step,
+                and ranks used different ones.
         """
         with self._synchronizing(last):
             yield
         self._digest = digest_of_used_units(self._module, self._digest)
+        self._micro_batches += 1
         if last:
-            used, self._digest = self._digest, 0
-            self._check(used)
+            self._check(self._digest, self._micro_batches)
+            self._digest = self._micro_batches = 0
 
-    def _check(self, digest: int) -> None:
-        total, squares = self._world.sum_counts([digest >> 8, (digest >> 8) ** 2])  # 24 bits: no sum overflows
+    def _check(self, digest: int, micro_batches: int) -> None:
+        short = digest >> 8  # 24 bits: no sum overflows
+        sums = self._world.begin_sum_counts([short, short**2])
+        if self._checked.get(micro_batches) == digest:
+            return
+        total, squares = sums()
         if total**2 != squares * self._world.size:  # equal only if all digests are (Cauchy–Schwarz)
             raise UserError(
                 "in this step the ranks used different parts of the model: with fsdp, the gradients are wrong then",
@@ -249,3 +263,4 @@ class _UsageCheck:
                 remedy="set parallel.strategy=zero1 or ddp, or let the model use the same parts for every batch",
                 exit_code=ExitCode.FAILED,
             )
+        self._checked[micro_batches] = digest

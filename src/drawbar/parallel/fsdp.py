@@ -127,7 +127,7 @@ def prepare_unused_units(model: nn.Module) -> None:
 
 
 class _UsedUnits:
-    """A running digest of which FSDP units ran a training forward, in order."""
+    """A running digest of which FSDP units ran a training forward, in order, since it was last looked at."""
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
         self.digest = 0
@@ -143,14 +143,17 @@ _used_units: WeakKeyDictionary[nn.Module, _UsedUnits] = WeakKeyDictionary()
 
 
 def digest_of_used_units(model: nn.Module, before: int) -> int:
-    """A 32-bit digest that differs between ranks that used different submodules of a model sharded by ``shard``.
-    FSDP's collectives then pair up different parameters or gradients, and raise no error.
+    """A 32-bit digest that differs between ranks that used different submodules of a model sharded by ``shard``, and
+    is the same in two steps that used the same. Where ranks differ, FSDP's collectives pair up different parameters or
+    gradients, and raise no error.
 
     Args:
         before: the digest of earlier micro-batches.
     """
+    units = _used_units[model]
+    used, units.digest = units.digest, 0
     received = [number for number, parameter in enumerate(model.parameters()) if parameter.grad is not None]
-    return zlib.crc32(f"{before} {_used_units[model].digest} {received}".encode())
+    return zlib.crc32(f"{before} {used} {received}".encode())
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
