@@ -63,7 +63,7 @@ def trace(config: RunConfig, world: Distributed) -> list[float]:
     results = [engine.train_step(long_step(engine)) for _ in range(STEPS)]
     evaluated = engine.eval_step(random_batch(engine.task, rows=2, seed=9))
     engine.close()
-    return [*(float(result.loss) for result in results), evaluated.loss]
+    return [*(float(result.loss) for result in results), float(evaluated.loss)]
 
 
 def on_two_gpus() -> dict[tuple[str, str], list[float]]:

@@ -112,7 +112,7 @@ class Engine:
     def eval_step(self, batch: Batch) -> EvalResult:
         """Loss and predictions of this rank's batch, without gradients. All ranks call it equally often."""
         num_targets = self.task.num_targets(batch)
-        loss, predictions = self.executor.evaluate(batch.to(self.world.device))
+        loss, predictions = self.executor.evaluate(batch)
         return EvalResult(loss=loss, num_targets=num_targets, predictions=predictions)
 
     def predict_step(self, batch: Batch, predict_fn: PredictFunction) -> list[Any]:

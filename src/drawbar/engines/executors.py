@@ -17,6 +17,7 @@ from drawbar.parallel.buffers import kept_buffers
 from drawbar.parallel.compile import uncompiled_blocks
 from drawbar.parallel.context import ContextParallel
 from drawbar.parallel.fsdp import free_gathered
+from drawbar.parallel.gradients import sum_dtype
 from drawbar.parallel.low_precision_weights import cast_weights_once
 from drawbar.parallel.pipeline.inference import PipelineInference
 from drawbar.parallel.pipeline.schedule import Inputs, Loss
@@ -96,14 +97,15 @@ class ModelExecutor:
             self.training_forward.backward(loss * scale)
         return loss.detach()
 
-    def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
+    def evaluate(self, batch: Batch) -> tuple[torch.Tensor, list[Any] | None]:
+        given = self._for_loss(batch).to(self.device)  # in this order, as for training
         with self.inference() as model:
             with self._sharing_sequences():
-                loss = task_loss(self.task, self.context, model, self._for_loss(batch))
-            predictions = self.task.predict(model, batch) if self.task.predicts else None
+                loss = task_loss(self.task, self.context, model, given)
+            predictions = self.task.predict(model, batch.to(self.device)) if self.task.predicts else None
         if self.context is not None:
             loss = self.context.sum(loss)
-        return as_float(loss), predictions
+        return as_one_number(loss, self.device), predictions
 
     def has_gradient(self, batch: Batch, training: bool) -> bool:
         self.module.train(training)
@@ -192,16 +194,16 @@ class PipelineExecutor:
             self.pipeline.run(inputs, compute_loss)
         return loss_sum
 
-    def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
-        given = maybe_with_targets(self.task, batch, self.loss_in_head)
+    def evaluate(self, batch: Batch) -> tuple[torch.Tensor, list[Any] | None]:
+        given = maybe_with_targets(self.task, batch, self.loss_in_head).to(self.device)
         forward = self._forward(given)
         with self._evaluating():
             out = self.pipeline_inference.last_stage_output(self.pipeline_inference.record_inputs(forward))
-            loss = 0.0 if out is None else as_float(self._loss(forward, out, given))
+            loss = as_one_number(0.0 if out is None else self._loss(forward, out, given), self.device)
             predictions = None
             if self.task.predicts:
                 with self.pipeline_inference.synced_rng():
-                    predictions = self.task.predict(self.pipeline_inference.model, batch)
+                    predictions = self.task.predict(self.pipeline_inference.model, batch.to(self.device))
         return loss, predictions
 
     def has_gradient(self, batch: Batch, training: bool) -> bool:
@@ -265,10 +267,12 @@ class NotOneNumber(TypeError):
     """A task's loss is not a tensor with one element."""
 
 
-def as_float(loss: torch.Tensor) -> float:
-    """The loss as a plain number. Raises NotOneNumber."""
+def as_one_number(loss: Any, device: torch.device) -> torch.Tensor:
+    """The loss as a tensor of its own, without dimensions; its value is not waited for. Raises NotOneNumber."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_complex():
+        return loss.detach().reshape(()).clone()  # it may be a view of all logits, which nobody needs any more
     try:
-        return float(loss)
+        return torch.tensor(float(loss), dtype=sum_dtype(device), device=device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise NotOneNumber(str(error)) from error
 

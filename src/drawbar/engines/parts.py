@@ -24,8 +24,8 @@ class Executor(Protocol):
         """Accumulate the gradients of ``scale`` times the loss of every micro-batch, averaged over the ranks that see
         different tokens (dp and cp). Return the unscaled sum of the losses (0-d; 0 on ranks without the last stage)."""
 
-    def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
-        """The loss of a batch on the device, and the task's predictions where it makes any; no gradients."""
+    def evaluate(self, batch: Batch) -> tuple[torch.Tensor, list[Any] | None]:
+        """The loss (0-d, on the device) of a batch, and the task's predictions where it makes any; no gradients."""
 
     def has_gradient(self, batch: Batch, training: bool) -> bool:
         """Whether the loss of a batch on the device requires grad; True on ranks without the last stage.

@@ -29,8 +29,9 @@ class StepResult:
 class EvalResult:
     """This rank's share of an evaluation."""
 
-    loss: float
-    """Sum of the loss over the batch's targets; in a pipeline, 0 on ranks without the last stage."""
+    loss: torch.Tensor
+    """Sum of the loss over the batch's targets (0-d); in a pipeline, 0 on ranks without the last stage. It stays on the
+    device until somebody reads it."""
     num_targets: float
     """Number of targets in the batch."""
     predictions: list[Any] | None

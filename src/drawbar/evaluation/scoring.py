@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import torch
 
 from drawbar.config.io.user_modules import raised_at
 from drawbar.data.dataset import EncodedDataset
@@ -120,12 +121,20 @@ def evaluate(
 class _RankResults:
     """Sums and predictions of one rank."""
 
-    loss: float = 0.0
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """Of each batch (0-d), on the device: the host reads none while batches are computed."""
     num_targets: float = 0.0
     predictions: list[tuple[int, Any]] = field(default_factory=list)
 
+    def loss(self) -> float:
+        """The sum of all batches, in float64 and in their order; the host waits for the device here, once."""
+        total = 0.0
+        for loss in torch.stack(self.losses).tolist() if self.losses else ():
+            total += loss  # not sum(), whose result depends on the version of Python
+        return total
+
     def add(self, result: EvalResult, predictions: list[tuple[int, Any]]) -> None:
-        self.loss += result.loss
+        self.losses.append(result.loss)
         self.num_targets += result.num_targets
         self.predictions += predictions
 
@@ -155,7 +164,10 @@ def _agree_to_go_on(failure: BaseException | None, stop: bool, world: Distribute
 
 def _score(task: Task, split: Split, results: _RankResults, world: Distributed) -> Evaluation:
     """The scores from the results of all ranks."""
-    loss, num_targets = world.dp_ranks.sum_of_leaders(results.loss), world.dp_ranks.sum_of_leaders(results.num_targets)
+    loss, num_targets = (
+        world.dp_ranks.sum_of_leaders(results.loss()),
+        world.dp_ranks.sum_of_leaders(results.num_targets),
+    )
     gathered = world.dp_ranks.gather_from_leaders(results.predictions)
     records: list[dict[str, Any]] = []
 

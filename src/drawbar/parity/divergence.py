@@ -306,7 +306,7 @@ class _OneByOne:
             losses.append(self._executor.forward_backward([micro], scale))
         return torch.stack(losses).sum()
 
-    def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
+    def evaluate(self, batch: Batch) -> tuple[Tensor, list[Any] | None]:
         return self._executor.evaluate(batch)
 
     def has_gradient(self, batch: Batch, training: bool) -> bool:

@@ -112,7 +112,8 @@ def check_task(task: Task, engine: Engine, split: Split) -> None:
     one, two = (_evaluate(task, engine, [example] * count) for count in (1, 2))
     if two.num_targets and is_user_defined(task, "forward", "loss"):
         _check_gradient(task, engine, example)
-    are_finite = math.isfinite(one.loss) and math.isfinite(two.loss)
+    of_one, of_two = float(one.loss), float(two.loss)
+    are_finite = math.isfinite(of_one) and math.isfinite(of_two)
     if not _on_all_ranks(engine, are_finite):
         return  # an untrained model may have such a loss; training will show whether it stays
     if one.num_targets and math.isclose(two.num_targets, one.num_targets, rel_tol=1e-3):
@@ -122,11 +123,11 @@ def check_task(task: Task, engine: Engine, split: Split) -> None:
             f"returns {one.num_targets:g} for one sample, and for two of it as well",
             "return the number of targets that the loss sums over: tokens, or samples",
         )
-    if one.loss and math.isclose(two.loss, one.loss, rel_tol=1e-2):
+    if of_one and math.isclose(of_two, of_one, rel_tol=1e-2):
         raise method_error(
             task,
             "loss",
-            f"returns {one.loss:g} for one sample, and for two of it as well: a mean",
+            f"returns {of_one:g} for one sample, and for two of it as well: a mean",
             'return the sum over the batch (reduction="sum"); drawbar divides by num_targets(batch)',
         )
     _compare_with_neighbours(task, engine, split)
@@ -146,7 +147,8 @@ def _compare_with_neighbours(task: Task, engine: Engine, split: Split) -> None:
         ends = [augment(sample, 0) for sample in (rows[0], rows[-1])]
 
     def both_ways() -> tuple[float, float]:
-        return sum(_evaluate(task, engine, [sample]).loss for sample in ends), _evaluate(task, engine, ends).loss
+        of_each = [float(_evaluate(task, engine, [sample]).loss) for sample in ends]
+        return sum(of_each), float(_evaluate(task, engine, ends).loss)
 
     alone, together = both_ways()
     limit = 1e-4 if engine.config.precision == "fp32" else 2e-2
@@ -197,7 +199,7 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
         records = [with_prediction(task, number, first[number], predictions) for number in dict.fromkeys(of_records)]
     try:
         with name_failing_method(task):
-            of_loss, own = task.loss_scores(result.loss, result.num_targets or 1.0, records), task.score(records)
+            of_loss, own = task.loss_scores(float(result.loss), result.num_targets or 1.0, records), task.score(records)
     except UserError as error:
         if isinstance(error.__cause__, ZeroDivisionError):
             return  # a score may divide by a count that is 0 in these few samples only

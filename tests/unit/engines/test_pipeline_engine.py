@@ -126,7 +126,7 @@ def train(case: Case, engine: Engine, rank: int = 0, ranks: int = 1) -> dict[str
         "skipped": [result.skipped for result in results],
         "whole gradients": max(whole, default=0),
         "received": max(received, default=0),
-        "evaluated": (engine.world.dp_ranks.sum_of_leaders(evaluated.loss) / ranks, evaluated.num_targets),
+        "evaluated": (engine.world.dp_ranks.sum_of_leaders(float(evaluated.loss)) / ranks, evaluated.num_targets),
         "texts": [text.tolist() for text in (greedy, beams, sampled)],
         "gradients": {name: tensor.numpy() for name, tensor in gradients.items()},
         "model": {name: tensor.numpy() for name, tensor in state.model.items()},

@@ -14,11 +14,16 @@ from drawbar.config.schema.run_config import (
     RunConfig,
     TrainSection,
 )
-from drawbar.data.loader import MicroBatch
+from drawbar.data.dataset import encode_records
+from drawbar.data.loader import MicroBatch, MicroBatchSize
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
+from drawbar.evaluation.scoring import Split, evaluate
 from drawbar.models.known_padding import send_padding
+from drawbar.tasks.batch import Batch
 from drawbar.tasks.padding import train_collate
 from step_operators import StepOperators, step_on_fake_cuda, watch_device
-from tiny import ARCHITECTURES, LENGTH, random_step, tiny_config, tiny_engine
+from tiny import ARCHITECTURES, CPU, LENGTH, random_step, tiny_config, tiny_engine
 
 PLAIN = CausalLMConfig(model="llama", from_scratch=ARCHITECTURES["llama"], cross_entropy="plain")
 BF16 = {"precision": "bf16"}
@@ -60,6 +65,47 @@ def test_a_step_with_all_logits_reads_nothing_on_the_device() -> None:
 
 def test_a_step_in_fp16_reads_whether_the_gradient_overflowed() -> None:
     assert reads_of_a_step(tiny_config(precision="fp16")) == {"step": 1}
+
+
+def test_an_evaluation_reads_nothing_on_the_device_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it counts, it counts in batches that have not been copied there."""
+    chance, operators = np.random.default_rng(0), StepOperators()
+    records = [{"tokens": chance.integers(257, size=9), "context": 0, "text": "word"} for _ in range(10)]
+    with Distributed(RankInfo(), CPU, timeout=60) as world:
+        engine = tiny_engine(tiny_config(), world)
+        split = Split(
+            "validation",
+            records,
+            encode_records(records, lambda record: engine.task.encode(record, False), describe=str),
+        )
+        batches: list[int] = []
+        reads: list[int] = []
+        copy = Batch.to
+
+        def copy_to(batch: Batch, device: torch.device) -> Batch:
+            reads.append(operators.reads.total())
+            return copy(batch, device)
+
+        monkeypatch.setattr(Batch, "to", copy_to)
+        with operators:
+            found = evaluate(
+                engine,
+                engine.task,
+                split,
+                world,
+                MicroBatchSize(rows=2),
+                lambda sample, epoch: sample,
+                lambda done, total: batches.append(done),
+            )
+        assert found is not None
+        assert batches == [1, 2, 3, 4, 5]
+        assert operators.reads == {"num_targets": 5, "of": 5}
+        assert reads == [2, 4, 6, 8, 10]
+        total = 0.0
+        for first in range(0, 10, 2):
+            batch = engine.task.collate([split.samples[number] for number in (first, first + 1)])
+            total += float(engine.eval_step(batch).loss)
+        assert found.scores["loss"] == total / 80
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -92,7 +92,7 @@ def one_step(config: RunConfig, world: Distributed) -> dict[str, Any]:
         "weight": result.num_targets,
         "norm": float(result.grad_norm),
         "gradients": {name: gradient.numpy() for name, gradient in gradients.items()},
-        "evaluated": (evaluated.loss, evaluated.num_targets),
+        "evaluated": (float(evaluated.loss), evaluated.num_targets),
         "reads": dict(operators.reads),
     }
 
