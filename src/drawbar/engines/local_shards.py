@@ -1,8 +1,10 @@
 """The shards that this rank writes to a checkpoint in parts, copied to host memory."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from math import prod
+from typing import Any
 
 import torch
 
@@ -12,8 +14,8 @@ from drawbar.engines.results import saved_values
 from drawbar.parallel.local_boxes import LocalBox, WriterAssignment, bands
 from drawbar.runtime.tensor_boxes import TensorBox
 
-_Buffers: TypeAlias = dict[tuple[str, tuple[int, ...]], torch.Tensor]
-"""The host buffers of a copy, by the tensor's name and the box's offset."""
+_ALIGNMENT = 64
+"""Bytes to whose multiples a tensor begins in host memory: those of a cache line."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,66 @@ class LocalShards:
         return sum(shard.data.nbytes for shard in (*self.model, *self.optimizer))
 
 
+class _HostMemory:
+    """One piece of host memory for all tensors of a copy, exactly as large as they are; the next copy uses it again.
+
+    Args:
+        device: from which the tensors are copied. For CUDA the memory is page-locked, so that copies run at full speed.
+            torch's own page-locked memory is larger by up to a factor of two: each tensor's is a power of two.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._locks = device.type == "cuda"
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+        self._unlock: Callable[[], object] = lambda: None
+
+    def begin(self, size: int) -> None:
+        """Take back all tensors, and have room for others: ``size`` bytes, the sum of their ``rounded_bytes``."""
+        self._used = 0
+        if size == self._bytes.numel():
+            return
+        self._unlock()
+        self._bytes = torch.empty(0, dtype=torch.uint8)  # before there is more, as both may be half of the memory
+        self._bytes = torch.empty(size, dtype=torch.uint8)
+        if self._locks and size:
+            start, runtime = self._bytes.data_ptr(), torch.cuda.cudart()
+            torch.cuda.check_error(int(runtime.cudaHostRegister(start, size, 1)))  # as torch does it: for all devices
+            # called no later than this object ends, which is before its memory does
+            self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, start)
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in it, without values."""
+        size = prod(shape) * dtype.itemsize
+        begin, self._used = self._used, self._used + rounded_bytes(size)
+        assert self._used <= self._bytes.numel()
+        return self._bytes[begin : begin + size].view(dtype).view(tuple(shape))
+
+
+def rounded_bytes(size: int) -> int:
+    """What a tensor of ``size`` bytes takes of the memory of a copy."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What this rank writes of a box."""
+
+    box: LocalBox
+    bands: list[LocalBox]
+    """Those of the box that it writes."""
+    is_whole: bool
+    """Whether these are all bands of the box: one copy of the whole box is faster than one for each band."""
+
+    @property
+    def copied(self) -> list[LocalBox]:
+        """The boxes that are copied, one by one."""
+        return [self.box] if self.is_whole else self.bands
+
+
 class ShardCopier:
     """Copies those shards of an engine that this rank writes to a checkpoint; over all ranks, each element is written
-    once. The host buffers are reused by the next copy, as first use of new memory costs page faults.
+    once. The host memory is reused by the next copy, as first use of new memory costs page faults.
     """
 
     def __init__(self, engine: Engine, world: Distributed) -> None:
@@ -41,47 +100,52 @@ class ShardCopier:
         self._world = world
         self._weights = WriterAssignment(world)
         self._optimizer = WriterAssignment(world)
-        self._buffers: _Buffers = {}
+        self._memory = _HostMemory(world.device)
 
     def copy(self) -> LocalShards:
         """Collective. The previous copy must not be in use any more."""
         engine = self._engine
         engine.share_buffers()
         state = engine.parts.state
-        previous, self._buffers = self._buffers, {}
-        optimizer = self._copies(state.local_optimizer_boxes(), self._optimizer, previous)
-        model = self._copies(state.local_weight_boxes(), self._weights, previous)
+        of_optimizer = _shares(state.local_optimizer_boxes(), self._optimizer)
+        of_model = _shares(state.local_weight_boxes(), self._weights)
+        copied = [box for share in (*of_optimizer, *of_model) for box in share.copied]
+        self._memory.begin(sum(rounded_bytes(box.bytes) for box in copied))
+        optimizer, model = self._copies(of_optimizer), self._copies(of_model)
         if self._world.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the asynchronous copies are complete only then
         values = saved_values(engine.step, engine.config, engine.updater.scaler_state())
         return LocalShards(model, optimizer, state.tied(), values)
 
-    def _copies(self, boxes: Sequence[LocalBox], assignment: WriterAssignment, previous: _Buffers) -> list[TensorBox]:
-        divided = [(box, [*bands(box)]) for box in boxes]
-        is_writer = iter(assignment.chosen([band for _, all_bands in divided for band in all_bands]))
+    def _copies(self, shares: Sequence[_Share]) -> list[TensorBox]:
         found: list[TensorBox] = []
-        for box, all_bands in divided:
-            own = [band for band in all_bands if next(is_writer)]
+        for share in shares:
+            box, own = share.box, share.bands
             if own or box.is_collective:
                 self._world.set_activity(f"copying {box.name}")  # shown by ranks that wait for this one
-            if own == all_bands:  # one copy of the whole box is faster than one for each band
+            if share.is_whole:
                 # copied here, once: ``get`` then returns this copy
-                whole = replace(box, get=self._host_copy(box, previous).detach)
+                whole = replace(box, get=self._host_copy(box).detach)
                 found += [TensorBox(band.name, band.shape, band.offset, band.get()) for band in bands(whole)]
             elif own:
-                found += [
-                    TensorBox(band.name, band.shape, band.offset, self._host_copy(band, previous)) for band in own
-                ]
+                found += [TensorBox(band.name, band.shape, band.offset, self._host_copy(band)) for band in own]
             elif box.is_collective:
                 box.get()
         return found
 
-    def _host_copy(self, box: LocalBox, previous: _Buffers) -> torch.Tensor:
-        """A copy in host memory; from a CUDA device it is asynchronous, into pinned memory."""
+    def _host_copy(self, box: LocalBox) -> torch.Tensor:
+        """A copy in host memory; from a CUDA device it is asynchronous."""
         tensor = box.get()
-        pinned = tensor.is_cuda
-        buffer = previous.get((box.name, box.offset))
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-        self._buffers[box.name, box.offset] = buffer
-        return buffer.copy_(tensor, non_blocking=pinned)
+        assert (tuple(tensor.shape), tensor.dtype) == (tuple(box.sizes), box.dtype), box.name
+        return self._memory.tensor(box.sizes, box.dtype).copy_(tensor, non_blocking=tensor.is_cuda)
+
+
+def _shares(boxes: Sequence[LocalBox], assignment: WriterAssignment) -> list[_Share]:
+    """What this rank writes of each of its boxes. Collective."""
+    divided = [(box, [*bands(box)]) for box in boxes]
+    is_writer = iter(assignment.chosen([band for _, all_bands in divided for band in all_bands]))
+    shares = []
+    for box, all_bands in divided:
+        own = [band for band in all_bands if next(is_writer)]
+        shares.append(_Share(box, own, is_whole=own == all_bands))
+    return shares
