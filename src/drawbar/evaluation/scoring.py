@@ -24,6 +24,9 @@ from drawbar.tasks.task import Task
 from drawbar.util.atomic_files import replacing, write_durably
 from drawbar.util.strict_json import json_line, json_number
 
+MOST_UNREAD = 1024
+"""Losses that may be on the device: each takes at least 512 bytes of CUDA's memory."""
+
 
 @dataclass(frozen=True)
 class Split:
@@ -121,20 +124,23 @@ def evaluate(
 class _RankResults:
     """Sums and predictions of one rank."""
 
-    losses: list[torch.Tensor] = field(default_factory=list)
-    """Of each batch (0-d), on the device: the host reads none while batches are computed."""
+    loss: float = 0.0
+    """The sum of those batches whose losses were read, in their order."""
+    unread: list[torch.Tensor] = field(default_factory=list)
+    """The losses (0-d) of the batches since, on the device: the host would wait for each."""
     num_targets: float = 0.0
     predictions: list[tuple[int, Any]] = field(default_factory=list)
 
-    def loss(self) -> float:
-        """The sum of all batches, in float64 and in their order; the host waits for the device here, once."""
-        total = 0.0
-        for loss in torch.stack(self.losses).tolist() if self.losses else ():
-            total += loss  # not sum(), whose result depends on the version of Python
-        return total
+    def read(self) -> None:
+        """Add up what is unread; the host waits for the device here."""
+        for loss in torch.stack(self.unread).tolist() if self.unread else ():
+            self.loss += loss  # not sum(), whose result depends on the version of Python
+        self.unread = []
 
     def add(self, result: EvalResult, predictions: list[tuple[int, Any]]) -> None:
-        self.losses.append(result.loss)
+        self.unread.append(result.loss)
+        if len(self.unread) == MOST_UNREAD:
+            self.read()
         self.num_targets += result.num_targets
         self.predictions += predictions
 
@@ -164,10 +170,8 @@ def _agree_to_go_on(failure: BaseException | None, stop: bool, world: Distribute
 
 def _score(task: Task, split: Split, results: _RankResults, world: Distributed) -> Evaluation:
     """The scores from the results of all ranks."""
-    loss, num_targets = (
-        world.dp_ranks.sum_of_leaders(results.loss()),
-        world.dp_ranks.sum_of_leaders(results.num_targets),
-    )
+    results.read()
+    loss, num_targets = world.dp_ranks.sum_of_leaders(results.loss), world.dp_ranks.sum_of_leaders(results.num_targets)
     gathered = world.dp_ranks.gather_from_leaders(results.predictions)
     records: list[dict[str, Any]] = []
 
