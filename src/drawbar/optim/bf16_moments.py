@@ -9,7 +9,9 @@ are the same on every rank and under every strategy: replicas stay equal, and so
 of a tied weight. (Under tensor parallelism, fused projections are stored in another order, and get other bits.)
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,15 +21,31 @@ from torch.optim import AdamW
 from torch.optim.adamw import adamw
 
 from drawbar.distributed.device_mesh import local_shape_and_offset
+from drawbar.runtime.log import logger
+from drawbar.runtime.torch_internals import _foreach_add_, _foreach_copy_, _foreach_sub_
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-CHUNK = 2**20
-"""Elements that are updated at a time: only their moments are in fp32 meanwhile."""
+CHUNK, CUDA_CHUNK = 2**20, 2**26
+"""Elements that are updated at a time, on the CPU (whose caches hold them) and on CUDA (where each launch costs time).
+Only their moments are in fp32 meanwhile: a step takes 8 bytes for each of them, 8 MiB or 512 MiB, besides its state. On
+the CPU it takes as much again for the random bits; on CUDA, too, where torch cannot compile."""
 
 GOLDEN, FACTOR_A, FACTOR_B = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32
 """As int32, whose products wrap around: 2³² over the golden ratio, and the factors of the hash lowbias32
 (https://nullprogram.com/blog/2018/07/31/)."""
+
+
+@dataclass
+class _Part:
+    """Some rows of a rank's shard of a parameter."""
+
+    weight: Tensor
+    grad: Tensor
+    moments: list[Tensor]
+    step: Tensor
+    offset: tuple[int, ...]
+    """Of the rows in the full tensor."""
 
 
 class AdamWBf16Moments(AdamW):
@@ -36,9 +54,11 @@ class AdamWBf16Moments(AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parts in _together(part for parameter in parameters for part in self._parts(parameter, group)):
+                _update(parts, group)
+            if parameters:
+                _foreach_add_([self.state[parameter]["step"] for parameter in parameters], 1)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but the moments stay bf16: torch would give them the parameters' dtype, fp32."""
@@ -50,7 +70,8 @@ class AdamWBf16Moments(AdamW):
             for name in MOMENTS:
                 self.state[parameter][name] = values[name].to(device=parameter.device, dtype=torch.bfloat16)
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _parts(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[_Part]:
+        """The rank's shard, in parts of about as many elements as are updated at a time. Its state is there then."""
         state = self.state[parameter]
         if not state:
             # the fused kernel wants the count of steps beside the parameter, the others on the host
@@ -58,29 +79,10 @@ class AdamWBf16Moments(AdamW):
             state |= {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS}
         tensors = (parameter, parameter.grad, *(state[name] for name in MOMENTS))
         weight, grad, *moments = (_local(tensor, parameter) for tensor in tensors)
+        _, (first, *others) = local_shape_and_offset(parameter)
         for rows in _chunks(weight):
-            first, second = (moment[rows].float() for moment in moments)
-            adamw(
-                [weight[rows]],
-                [grad[rows]],
-                [first],
-                [second],
-                [],
-                [state["step"].clone()],
-                foreach=group["foreach"],
-                fused=group["fused"],
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-            for_first, for_second = random_bits(parameter, rows, state["step"])
-            store_rounded(moments[0][rows], first, for_first)
-            store_rounded(moments[1][rows], second, for_second)
-        state["step"] += 1
+            offset = (first + rows.start, *others)
+            yield _Part(weight[rows], grad[rows], [moment[rows] for moment in moments], state["step"], offset)
 
 
 def _local(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
@@ -90,23 +92,107 @@ def _local(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
     return tensor.detach()
 
 
+def _elements_at_a_time(device: torch.device) -> int:
+    return CUDA_CHUNK if device.type == "cuda" else CHUNK
+
+
 def _chunks(weight: Tensor) -> Iterator[slice]:
-    """Slices of rows with about ``CHUNK`` elements; one slice of all rows if the weight is not contiguous."""
-    count = len(weight)
-    size = max(1, CHUNK * count // max(1, weight.numel())) if weight.is_contiguous() else max(1, count)
+    """Slices of rows with at most ``_elements_at_a_time``, at least one row; one slice of all rows if the weight is not
+    contiguous."""
+    count, most = len(weight), _elements_at_a_time(weight.device)
+    size = max(1, most * count // max(1, weight.numel())) if weight.is_contiguous() else max(1, count)
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
-def random_bits(parameter: Tensor, rows: slice, step: Tensor) -> tuple[Tensor, Tensor]:
-    """Two random numbers from 0 to 2¹⁶ − 1 (int32) for each element in these rows of this rank's shard."""
-    shape, offset = local_shape_and_offset(parameter)
+def _together(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """Lists of parts with at most ``_elements_at_a_time``, or of one part; no two of them of one parameter."""
+    batch: list[_Part] = []
+    elements = 0
+    for part in parts:
+        elements += part.weight.numel()
+        if batch and (elements > _elements_at_a_time(part.weight.device) or part.step is batch[-1].step):
+            yield batch
+            batch, elements = [], part.weight.numel()
+        batch.append(part)
+    if batch:
+        yield batch
 
-    def hashed_places(start: int, end: int) -> Tensor:
-        return _hashed(torch.arange(start, end, dtype=torch.int32, device=parameter.device))
 
-    bits = _hashed(hashed_places(offset[0] + rows.start, offset[0] + rows.stop) + _hashed(step.int() * GOLDEN))
-    for start, size in zip(offset[1:], shape[1:], strict=True):
-        bits = _mixed(bits.unsqueeze(-1) + hashed_places(start, start + size), FACTOR_A)
+def _update(parts: list[_Part], group: dict[str, Any]) -> None:
+    """A step of AdamW by torch's kernels for many tensors, then one kernel for each part, where torch compiles it."""
+    stored = [moment for part in parts for moment in part.moments]
+    exact = [torch.empty_like(moment, dtype=torch.float32) for moment in stored]
+    _foreach_copy_(exact, stored)
+    steps = [part.step for part in parts]
+    adamw(
+        [part.weight for part in parts],
+        [part.grad for part in parts],
+        exact[0::2],
+        exact[1::2],
+        [],
+        steps,
+        foreach=group["foreach"],
+        fused=group["fused"],
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+    _foreach_sub_(steps, 1)  # adamw counts its steps; other parts of the parameters have yet to make this one
+    for part, moments in zip(parts, zip(exact[0::2], exact[1::2], strict=True), strict=True):
+        rounding(part.weight.device.type)(part.moments, moments, part.step, part.offset)
+
+
+Rounding = Callable[[list[Tensor], tuple[Tensor, Tensor], Tensor, tuple[int, ...]], None]
+"""``store_moments``, compiled or not."""
+
+
+def store_moments(moments: list[Tensor], exact: tuple[Tensor, Tensor], step: Tensor, offset: tuple[int, ...]) -> None:
+    """Round both moments of some part of a parameter, from fp32 to the bf16 tensors that it is kept in.
+
+    Args:
+        step: how many steps there were before, 0-d.
+        offset: where the part begins in the full tensor.
+    """
+    for target, values, bits in zip(moments, exact, random_bits(moments[0], offset, step), strict=True):
+        store_rounded(target, values, bits)
+
+
+@cache
+def rounding(device_type: str) -> Rounding:
+    """What stores moments on a device: on CUDA ``store_moments`` compiled to one kernel, where torch can compile, under
+    every setting, as it gives the same bits; that takes seconds, once. Elsewhere ``store_moments``."""
+    if device_type != "cuda":
+        return store_moments
+    compiled, example = compiled_rounding(), torch.ones(16, 24, device=device_type)
+    try:
+        compiled([example.bfloat16() for _ in MOMENTS], (example, example.clone()), example.sum(), (0, 0))
+    except (RuntimeError, ImportError, OSError) as error:  # errors of torch itself are RuntimeErrors
+        logger.warning("torch cannot compile (%s): each step rounds AdamW's moments by many small kernels", error)
+        return store_moments
+    return compiled
+
+
+def compiled_rounding() -> Rounding:
+    """``store_moments`` as one kernel. It is compiled for each number of dims, not for each shape: after eight variants
+    (those with dims of one element among them) torch runs others uncompiled."""
+    # both moments have nothing in common but the step, 4 bytes: by default too little for one kernel
+    return torch.compile(store_moments, dynamic=True, options={"score_fusion_memory_threshold": 1})
+
+
+def random_bits(part: Tensor, offset: tuple[int, ...], step: Tensor) -> tuple[Tensor, Tensor]:
+    """Two random numbers from 0 to 2¹⁶ − 1 (int32) for each element of a part that begins at ``offset`` in the full
+    tensor."""
+
+    def hashed_places(start: int, size: int) -> Tensor:
+        return _hashed(torch.arange(start, start + size, dtype=torch.int32, device=part.device))
+
+    bits = _hashed(hashed_places(offset[0], len(part)) + _hashed(step.int() * GOLDEN))
+    for start, size in zip(offset[1:], part.shape[1:], strict=True):
+        bits = _mixed(bits.unsqueeze(-1) + hashed_places(start, size), FACTOR_A)
     return (bits >> 16).bitwise_and_(0xFFFF), bits.bitwise_and_(0xFFFF)
 
 
@@ -121,11 +207,11 @@ def _mixed(bits: Tensor, factor: int) -> Tensor:
 
 
 def store_rounded(target: Tensor, exact: Tensor, bits: Tensor) -> None:
-    """Write fp32 numbers, which it overwrites, to a bf16 tensor; up or down by chance, so that the mean is right.
+    """Write fp32 numbers to a bf16 tensor; up or down by chance, so that the mean is right.
 
     Args:
-        bits: random numbers from 0 to 2¹⁶ − 1 (int32).
+        bits: random numbers from 0 to 2¹⁶ − 1 (int32), which it overwrites.
     """
     # bf16 is the upper half of fp32; the lower half, over 2¹⁶, is the probability that the addition carries into it.
     # (This may turn a NaN into a zero, but the weight is NaN by then.)
-    target.view(torch.int16).copy_(exact.view(torch.int32).add_(bits).bitwise_right_shift_(16))
+    target.view(torch.int16).copy_(bits.add_(exact.view(torch.int32)).bitwise_right_shift_(16))

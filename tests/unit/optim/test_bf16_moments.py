@@ -1,17 +1,21 @@
 """AdamW with moments in bf16: half the memory, right on average, and a function of nothing but step and place."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import metrics
 from torch.optim import AdamW
 
 from drawbar.config.schema.run_config import OptimSection
 from drawbar.optim import bf16_moments
-from drawbar.optim.bf16_moments import AdamWBf16Moments, random_bits, store_rounded
+from drawbar.optim.bf16_moments import AdamWBf16Moments, compiled_rounding, random_bits, store_moments, store_rounded
 from drawbar.optim.optimizers import build_optimizers
 from drawbar.optim.state import load_optimizer_state, optimizer_state
+from step_operators import StepOperators
 
 BF16 = OptimSection(lr=0.01, weight_decay=0.1, betas=(0.8, 0.95), state_dtype="bf16")
 
@@ -107,7 +111,7 @@ def test_rounding_is_right_on_average() -> None:
     rounded = []
     for step in range(200):
         target = torch.empty(4096, dtype=torch.bfloat16)
-        store_rounded(target, exact.clone(), random_bits(target, slice(0, 4096), torch.tensor(float(step)))[0])
+        store_rounded(target, exact.clone(), random_bits(target, (0,), torch.tensor(float(step)))[0])
         rounded.append(target.double())
     found = torch.stack(rounded) / torch.where(exact == 0, 1, exact.double())
     assert torch.all(torch.stack(rounded)[:, :2] == exact[:2])  # what bf16 can hold is not changed
@@ -130,11 +134,92 @@ def test_a_second_moment_follows_gradients_that_shrink() -> None:
 
 def test_random_bits_are_those_of_the_place_in_the_full_tensor() -> None:
     parameter, step = torch.empty(12, 2, 5), torch.tensor(7.0)
-    first, second = random_bits(parameter, slice(0, 12), step)
+    first, second = random_bits(parameter, (0, 0, 0), step)
     for bits in (first, second):
         assert bits.shape == parameter.shape
         assert 0 <= bits.min() < bits.max() < 2**16
         assert len(bits.unique()) > 110
-    assert torch.equal(random_bits(parameter, slice(4, 9), step)[0], first[4:9])
-    assert not torch.equal(random_bits(parameter, slice(0, 12), step + 1)[0], first)
+    assert torch.equal(random_bits(parameter[4:9], (4, 0, 0), step)[0], first[4:9])
+    assert not torch.equal(random_bits(parameter, (0, 0, 0), step + 1)[0], first)
     assert not torch.equal(first, second)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> bf16_moments.Rounding:
+    """As on CUDA; with no limit of variants used up."""
+    torch.compiler.reset()
+    return compiled_rounding()
+
+
+def test_compiled_it_is_one_kernel_for_all_shapes_with_the_same_bits(compiled: bf16_moments.Rounding) -> None:
+    matrices = [(rows, columns) for rows in (2, 3, 33, 64) for columns in (16, 33, 64, 301)]
+    metrics.reset()
+    before = counters["stats"]["unique_graphs"]
+    for step, shape in enumerate([*matrices, (3, 5, 7), (16, 8, 9), (4, 4, 4)]):
+        torch.manual_seed(step)
+        exact = (torch.randn(shape), torch.randn(shape) ** 2)
+        offset = (5 * step, *range(len(shape) - 1))
+        found, expected = ([torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2)] for _ in range(2))
+        compiled(found, exact, torch.tensor(float(step)), offset)
+        store_moments(expected, exact, torch.tensor(float(step)), offset)
+        for one, other in zip(found, expected, strict=True):
+            assert other.any()
+            assert torch.equal(one, other)
+    variants = counters["stats"]["unique_graphs"] - before
+    assert variants <= 3  # one for matrices, one for three dims, and one to spare
+    assert metrics.generated_kernel_count == variants
+
+
+class Launches(StepOperators):
+    """Leaves compiled code as it is: what that does is one launch more."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+def test_a_step_is_about_one_launch_a_tensor(compiled: bf16_moments.Rounding, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def rounding(*args: object) -> None:
+        calls.append(args)
+        compiled(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bf16_moments, "rounding", lambda device_type: rounding)
+    parameters = [nn.Parameter(torch.ones(64, 32 + number)) for number in range(20)]
+    optimizer = AdamWBf16Moments(parameters, lr=0.01, fused=True)
+    for _ in range(3):
+        calls.clear()
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        with Launches() as operators:
+            optimizer.step()
+    launches = [
+        name for name in operators.launches.elements() if name.startswith("aten::") and name != "aten::empty_like"
+    ]
+    assert len(calls) == len(parameters)
+    assert len(launches) <= 5, launches
+
+
+class Widened(StepOperators):
+    """Notes how many moments are in fp32 at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name == "aten::_foreach_copy_":
+            self.sizes.append(sum(tensor.numel() for tensor in args[0]))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_no_more_than_a_chunk_is_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bf16_moments, "CHUNK", 5000)
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in ((10, 100), (1,), (200, 64), (700,), (2, 9000), (50,))]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with Widened() as widened:
+        AdamWBf16Moments(parameters, lr=0.01).step()
+    # (200, 64) by 78 rows, of which the last 44 with the next; rows of 9000 by themselves
+    assert widened.sizes == [2 * size for size in (1001, 4992, 4992, 44 * 64 + 700, 9000, 9000, 50)]
