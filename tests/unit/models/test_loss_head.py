@@ -16,6 +16,7 @@ from drawbar.models.huggingface import build_from_scratch
 from drawbar.models.logit_ops import LogitOps, UnknownHead, ops_after_head
 from drawbar.models.loss_head import give_loss_head
 from drawbar.parallel.chunked_loss import LossTargets, chunked_cross_entropy
+from step_operators import StepOperators
 
 VOCABULARY = 257
 TOKENIZER = train_byte_bpe([], VOCABULARY)
@@ -106,6 +107,20 @@ def test_loss_and_gradients_are_those_of_the_logits(family: Family) -> None:
         assert close(parameter.grad, wanted[name], 1e-2 * largest), name
     assert torch.equal(changed(**tokens).logits, model(**tokens).logits)  # without targets nothing has changed
     assert changed.state_dict().keys() == model.state_dict().keys()
+
+
+def test_gradients_of_targets_are_copied_to_their_rows() -> None:
+    """Not added up, for which CUDA sorts them."""
+    model = with_loss_head(build(FAMILIES[0]))
+    _, labels = inputs("causal_lm")
+    hidden = torch.randn(3, 7, 16, requires_grad=True)
+    model.lm_head.targets = LossTargets.of(labels, IGNORED_LABEL)
+    model.lm_head(hidden)
+    with StepOperators() as operators:
+        model.lm_head.loss.backward()
+    assert operators.launches["aten::index_copy_"] == 1
+    assert not [name for name in operators.launches if "index_put" in name or "index_add" in name]
+    assert torch.equal((hidden.grad != 0).any(-1), labels != IGNORED_LABEL)
 
 
 def test_a_forward_pass_that_fails_leaves_no_targets_behind() -> None:
