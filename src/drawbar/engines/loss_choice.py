@@ -1,6 +1,7 @@
 """How a run computes its cross-entropy: from the logits of all positions, or in the model's head (``LossHead``)."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 
@@ -44,7 +45,9 @@ def choose_cross_entropy(task: Task, config: RunConfig, model: nn.Module, module
             where="task.cross_entropy",
             remedy="set task.cross_entropy=auto or plain",
         ) from reason
-    chosen: CrossEntropy = liger_cross_entropy(ops) if wanted == "liger" else chunked_cross_entropy
+    chosen: CrossEntropy = partial(chunked_cross_entropy, compiled=config.parallel.compile)
+    if wanted == "liger":
+        chosen = liger_cross_entropy(ops)
     for module in modules:
         give_loss_head(module, chosen, ops)
     return "liger" if wanted == "liger" else "chunked"

@@ -59,7 +59,7 @@ def _local(tensor: Any) -> Any:
 
 
 class _Rows(torch.autograd.Function):
-    """Some rows, none of them twice: their gradients are copied to their places. Backward of indexing would add them up,
+    """Some rows, none of them twice: their gradients are copied to their places. Backward of indexing adds them up,
     and for that sort the indices on CUDA."""
 
     @staticmethod

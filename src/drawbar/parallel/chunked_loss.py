@@ -3,16 +3,24 @@
 The gradients of a chunk are computed in the forward pass, while its logits are there (as in Liger Kernel, Hsu et al.
 2024, arXiv:2410.10989); backward only scales them (fp16: computes them). Positions without a target are left out.
 
+Between its matrix products a chunk's logits are read and written several times. Compiled, they are read twice and
+written once, in their own dtype, and there is no copy of them in fp32 (but for a model that changes its logits). Losses
+and gradients then differ in the last bits of fp32, so it is compiled only where a run asks for compiled code
+(``parallel.compile``).
+
 B: rows, L: tokens in a row, N: targets, C: targets in a chunk, H: hidden size, V: the vocabulary, or this rank's shard.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from drawbar.parallel.compile import is_uncompiled
 
 Transform = Callable[[Tensor], Tensor]
 """What a model does to its logits after the head (a soft cap, say): elementwise, (C, V) → (C, V)."""
@@ -59,6 +67,7 @@ def chunked_cross_entropy(
     transform: Transform | None = None,
     shard: VocabularyShard | None = None,
     chunk: int | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """The sum of the cross entropies of ``hidden_NH @ weight_VH.T + bias_V`` in fp32, 0-d. Its backward can run
     once: that gives away the gradients which the forward has computed.
@@ -70,10 +79,19 @@ def chunked_cross_entropy(
         transform: elementwise, between the matrix product and the loss.
         shard: the part of the vocabulary whose rows ``weight_VH`` has; None for the whole vocabulary.
         chunk: targets in a chunk, by default ``targets_in_chunk``.
+        compiled: whether torch compiles what is between the matrix products; ``transform`` then has to be code that
+            it can compile.
     """
     device = hidden_NH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
-    how = _How(transform, shard, chunk or targets_in_chunk(*weight_VH.shape), dtype, torch.is_grad_enabled())
+    how = _How(
+        transform,
+        shard,
+        chunk or targets_in_chunk(*weight_VH.shape),
+        dtype,
+        torch.is_grad_enabled(),
+        compiled and not is_uncompiled(),
+    )
     loss: Tensor = _ChunkedCrossEntropy.apply(hidden_NH, weight_VH, bias_V, labels_N, how)
     return loss
 
@@ -86,6 +104,7 @@ class _How:
     dtype: torch.dtype
     """Of the matrix products."""
     with_gradients: bool
+    compiled: bool
 
 
 class _Gradients(NamedTuple):
@@ -169,25 +188,16 @@ def _run(
         # the same memory for all chunks: to get so much anew each time takes longer than some of the operators
         chunk = min(how.chunk, len(hidden_NH))
         logits_memory = hidden_NH.new_empty(chunk, len(weight_VH))
-        in_place = how.transform is None and dtype == loss.dtype
-        log_p_memory = logits_memory if in_place else logits_memory.new_empty(logits_memory.shape, dtype=loss.dtype)
+        softmax = _CompiledSoftmax(how) if how.compiled else _Softmax(how, logits_memory)
         for start in range(0, len(hidden_NH), how.chunk):
             hidden_CH, labels_C = hidden_NH[start : start + chunk], labels_N[start : start + chunk]
             logits_CV = _logits(hidden_CH, weight_VH, bias_V, logits_memory[: len(labels_C)])
-            before_CV, after_CV = _transformed(logits_CV, how.transform)
-            log_p_CV = _log_softmax(after_CV.detach(), log_p_memory[: len(labels_C)], shard)
             index_C1, here_C1 = _local(labels_C, shard, len(weight_VH))
-            log_p_C1 = log_p_CV.gather(1, index_C1)
+            log_p_C1 = softmax.log_p(logits_CV, index_C1)
             loss -= torch.where(here_C1, log_p_C1, 0).sum()
             if any(needed):
-                gradient_CV = _gradient(log_p_CV, log_p_C1, index_C1, here_C1)
-                if how.transform is not None:
-                    (gradient_CV,) = torch.autograd.grad(after_CV, before_CV, gradient_CV)
-                if scale is not None:
-                    gradient_CV *= scale
-                if gradient_CV.dtype != dtype:
-                    gradient_CV = logits_CV.copy_(gradient_CV)
-                gradients.add(slice(start, start + chunk), gradient_CV, hidden_CH, weight_VH)
+                gradient_CV = softmax.gradient(logits_CV, log_p_C1, index_C1, here_C1, scale)
+                gradients.add(slice(start, start + len(labels_C)), gradient_CV, hidden_CH, weight_VH)
         if shard is not None:  # each rank has the terms of the labels in its own shard
             dist.all_reduce(loss, group=shard.group)
     return loss, gradients
@@ -197,6 +207,91 @@ def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, out: Te
     if bias_V is None:
         return torch.mm(hidden_CH, weight_VH.T, out=out)
     return torch.addmm(bias_V, hidden_CH, weight_VH.T, out=out)
+
+
+class _Softmax:
+    """The softmax of a chunk's logits, and then its gradient, by torch's own operators.
+
+    Args:
+        logits_memory: that of all chunks' logits.
+    """
+
+    def __init__(self, how: _How, logits_memory: Tensor) -> None:
+        self.how = how
+        exact = torch.promote_types(logits_memory.dtype, torch.float32)
+        in_place = how.transform is None and logits_memory.dtype == exact
+        self.memory = logits_memory if in_place else logits_memory.new_empty(logits_memory.shape, dtype=exact)
+
+    def log_p(self, logits_CV: Tensor, index_C1: Tensor) -> Tensor:
+        """The logarithm of the probability of the token in each row's column ``index_C1``, (C, 1)."""
+        self.before_CV, self.after_CV = _transformed(logits_CV, self.how.transform)
+        self.log_p_CV = _log_softmax(self.after_CV.detach(), self.memory[: len(logits_CV)], self.how.shard)
+        return self.log_p_CV.gather(1, index_C1)
+
+    def gradient(
+        self, logits_CV: Tensor, log_p_C1: Tensor, index_C1: Tensor, here_C1: Tensor, scale: Tensor | None
+    ) -> Tensor:
+        """The gradient of the logits, in their dtype: the probabilities, less 1 where the label is. It may be in the
+        memory of the logits."""
+        of_labels_C1 = torch.where(here_C1, log_p_C1.expm1(), log_p_C1.exp())
+        if self.how.transform is None and scale is None and logits_CV.is_cuda:  # rounded in the kernel of exp
+            out_CV = torch.exp(self.log_p_CV, out=logits_CV)
+            return out_CV.scatter_(1, index_C1, of_labels_C1.to(out_CV.dtype))
+        gradient_CV = self.log_p_CV.exp_().scatter_(1, index_C1, of_labels_C1)
+        if self.how.transform is not None:
+            (gradient_CV,) = torch.autograd.grad(self.after_CV, self.before_CV, gradient_CV)
+        if scale is not None:
+            gradient_CV *= scale
+        return gradient_CV if gradient_CV.dtype == logits_CV.dtype else logits_CV.copy_(gradient_CV)
+
+
+class _CompiledSoftmax:
+    """The same as ``_Softmax``, in two kernels: one reads the logits, the other replaces them by their gradient."""
+
+    def __init__(self, how: _How) -> None:
+        self.how = how
+        self.sum_kernel, self.gradient_kernel = _compiled_kernels()
+
+    def log_p(self, logits_CV: Tensor, index_C1: Tensor) -> Tensor:
+        self.log_sum_C1, label_C1 = self.sum_kernel(logits_CV, index_C1, self.how.transform)
+        if self.how.shard is not None:
+            self.log_sum_C1 = _of_all_shards(self.log_sum_C1.squeeze(1), self.how.shard).unsqueeze(1)
+        return label_C1 - self.log_sum_C1
+
+    def gradient(
+        self, logits_CV: Tensor, log_p_C1: Tensor, index_C1: Tensor, here_C1: Tensor, scale: Tensor | None
+    ) -> Tensor:
+        self.gradient_kernel(logits_CV, self.log_sum_C1, index_C1.where(here_C1, -1), scale, self.how.transform)
+        return logits_CV
+
+
+@cache
+def _compiled_kernels() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., None]]:
+    return torch.compile(_sum_and_label), torch.compile(_replace_by_gradient)
+
+
+def _sum_and_label(logits_CV: Tensor, index_C1: Tensor, transform: Transform | None) -> tuple[Tensor, Tensor]:
+    """The logarithm of the sum of the exponentials of each row, and its logit in column ``index_C1``; both (C, 1)."""
+    exact_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    after_CV = exact_CV if transform is None else transform(exact_CV)
+    return after_CV.logsumexp(1, keepdim=True), after_CV.gather(1, index_C1)
+
+
+def _replace_by_gradient(
+    logits_CV: Tensor, log_sum_C1: Tensor, label_C1: Tensor, scale: Tensor | None, transform: Transform | None
+) -> None:
+    """Write the gradient of the logits over them. The label of a row is -1 where another shard has it."""
+    after_CV, pull_back = logits_CV.to(log_sum_C1.dtype), None
+    if transform is not None:
+        after_CV, pull_back = torch.func.vjp(transform, after_CV)
+    log_p_CV = after_CV - log_sum_C1
+    is_label_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == label_C1
+    gradient_CV = torch.where(is_label_CV, log_p_CV.expm1(), log_p_CV.exp())
+    if pull_back is not None:
+        (gradient_CV,) = pull_back(gradient_CV)
+    if scale is not None:
+        gradient_CV = gradient_CV * scale
+    logits_CV.copy_(gradient_CV)
 
 
 def _transformed(logits_CV: Tensor, transform: Transform | None) -> tuple[Tensor, Tensor]:
@@ -217,9 +312,14 @@ def _log_softmax(logits_CV: Tensor, out: Tensor, shard: VocabularyShard | None) 
     if shard is None:
         return log_p_CV
     own_C = first_C - log_p_CV[:, 0]  # the logarithm of the sum of the exponentials
+    return log_p_CV.add_((own_C - _of_all_shards(own_C, shard)).unsqueeze(1))
+
+
+def _of_all_shards(own_C: Tensor, shard: VocabularyShard) -> Tensor:
+    """The logarithm of the sum of the exponentials of all logits, from that of each rank's."""
     of_ranks = own_C.new_empty(shard.group.size() * len(own_C))
     dist.all_gather_into_tensor(of_ranks, own_C, group=shard.group)
-    return log_p_CV.add_((own_C - of_ranks.view(-1, len(own_C)).logsumexp(0)).unsqueeze(1))
+    return of_ranks.view(-1, len(own_C)).logsumexp(0)
 
 
 def _local(labels_C: Tensor, shard: VocabularyShard | None, size: int) -> tuple[Tensor, Tensor]:
@@ -230,8 +330,3 @@ def _local(labels_C: Tensor, shard: VocabularyShard | None, size: int) -> tuple[
     index_C1 = index_C1 - shard.start
     here_C1 = (index_C1 >= 0) & (index_C1 < size)
     return index_C1.where(here_C1, 0), here_C1
-
-
-def _gradient(log_p_CV: Tensor, log_p_C1: Tensor, index_C1: Tensor, here_C1: Tensor) -> Tensor:
-    """The gradient of the logits, in the memory of ``log_p_CV``: the probabilities, less 1 where the label is."""
-    return log_p_CV.exp_().scatter_(1, index_C1, torch.where(here_C1, log_p_C1.expm1(), log_p_C1.exp()))

@@ -21,12 +21,17 @@ _is_off = ContextVar("compiled blocks are off", default=False)
 
 @contextmanager
 def uncompiled_blocks() -> Iterator[None]:
-    """Context in which compiled blocks run as they were before."""
+    """Context in which compiled blocks, and a compiled loss, run as they were before."""
     token = _is_off.set(True)
     try:
         yield
     finally:
         _is_off.reset(token)
+
+
+def is_uncompiled() -> bool:
+    """Whether this is inside of ``uncompiled_blocks``."""
+    return _is_off.get()
 
 
 def compile_blocks(model: nn.Module) -> None:

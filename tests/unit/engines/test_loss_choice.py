@@ -1,6 +1,7 @@
 """Which way the loss is computed: in the head wherever that is known to be right, and only there."""
 
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.errors import UserError
 from drawbar.models.liger import liger_cross_entropy
 from drawbar.models.logit_ops import LogitOps
+from drawbar.models.loss_head import LossHead
 from drawbar.tasks.batch import Batch
 from tiny import CPU, Numbers, random_batch, random_step, tiny_config, tiny_engine, tiny_task, unchecked_engine
 
@@ -49,6 +51,15 @@ class Odd(Numbers):
 
 def engine_of(task_type: type[Numbers], config: RunConfig) -> Engine:
     return unchecked_engine(task_type(config), config, Distributed(RankInfo(), CPU, timeout=60))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_is_compiled_where_the_blocks_are(compiled: bool) -> None:
+    config = config_with("auto", parallel=ParallelSection(strategy="single", compile=compiled))
+    engine = engine_of(Numbers, config)
+    (head,) = (module for module in engine.module.modules() if isinstance(module, LossHead))
+    assert isinstance(head.cross_entropy, partial)
+    assert head.cross_entropy.keywords == {"compiled": compiled}
 
 
 def test_the_loss_is_the_same_either_way() -> None:

@@ -1,19 +1,23 @@
 """The cross-entropy that is computed chunk by chunk: its value and its gradients are those of all logits at once."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drawbar.parallel.chunked_loss import (
     SMALL_CHUNK,
     LossTargets,
+    _compiled_kernels,
     chunked_cross_entropy,
     targets_in_chunk,
 )
+from drawbar.parallel.compile import uncompiled_blocks
 
 HIDDEN, VOCABULARY, IGNORED, CHUNK = 6, 11, -100, 4
 
@@ -39,11 +43,18 @@ def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, c
     return functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def chunked(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, capped: bool = False) -> Tensor:
+def chunked(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    capped: bool = False,
+    compiled: bool = False,
+) -> Tensor:
     targets = LossTargets.of(labels, IGNORED)
     cap = soft_cap if capped else None
     return chunked_cross_entropy(
-        hidden.flatten(0, 1)[targets.positions_N], weight, bias, targets.labels_N, cap, chunk=CHUNK
+        hidden.flatten(0, 1)[targets.positions_N], weight, bias, targets.labels_N, cap, chunk=CHUNK, compiled=compiled
     )
 
 
@@ -138,6 +149,60 @@ def test_there_are_never_logits_of_more_than_a_chunk() -> None:
         gradients(chunked(*tensors, labels), *tensors)
     with_logits = {shape[0] for shape in shapes.seen if shape[1:] == (VOCABULARY,)}
     assert max(with_logits - {HIDDEN}) == CHUNK < int((labels != IGNORED).sum())  # the weight, transposed, has HIDDEN
+
+
+@pytest.mark.parametrize("capped", [False, True])
+def test_compiled_it_is_the_same_within_rounding(capped: bool) -> None:
+    torch.compiler.reset()
+    *tensors, labels = inputs(torch.float32)
+    for precise in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not precise):
+            expected, found = (chunked(*tensors, labels, capped, compiled) for compiled in (False, True))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        for one, other in zip(gradients(found, *tensors), gradients(expected, *tensors), strict=True):
+            # an eighth of bf16's last bit: some elements are rounded to the other neighbor
+            assert (one - other).norm() <= (1e-6 if precise else 2**-10) * other.norm()
+    with uncompiled_blocks():
+        assert torch.equal(chunked(*tensors, labels, capped, True), chunked(*tensors, labels, capped))
+
+
+class Passes(TorchDispatchMode):
+    """Counts the operators that read or write logits. Leaves compiled code as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        logits = [one for one in (*args, out) if isinstance(one, Tensor) and one.shape == (CHUNK, VOCABULARY)]
+        if logits and not func.is_view and "empty" not in func._schema.name:
+            self.found.append(func._schema.name)
+        return out
+
+
+def test_compiled_logits_are_touched_by_two_kernels_besides_the_products() -> None:
+    torch.compiler.reset()
+    *tensors, labels = inputs(torch.float32)
+    labels = labels.clamp(min=0)  # 15 targets: three full chunks
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        chunked(*tensors, labels, compiled=True)
+        with Passes() as passes:
+            chunked(*tensors, labels, compiled=True)
+    # the logits; the gradients of hidden states and bias (that of the weight takes a view)
+    assert Counter(passes.found) == {"aten::addmm": 3, "aten::mm": 3, "aten::sum": 3}
+    logits, label = torch.zeros(CHUNK, VOCABULARY, dtype=torch.bfloat16), torch.zeros(CHUNK, 1, dtype=torch.long)
+    sums, codes = run_and_get_code(_compiled_kernels()[0], logits, label, None)
+    _, more = run_and_get_code(_compiled_kernels()[1], logits, sums[0], label, None, None)
+    for code in (*codes, *more):
+        assert code.count("async_compile.cpp_pybinding") == 1
+        assert f"({CHUNK}, {VOCABULARY})" not in "".join(
+            line for line in code.splitlines() if "= empty_strided" in line
+        )
 
 
 def test_a_chunk_is_bounded_by_bytes_and_by_the_gradient_of_the_weight() -> None:
