@@ -270,7 +270,8 @@ class NotOneNumber(TypeError):
 def as_one_number(loss: Any, device: torch.device) -> torch.Tensor:
     """The loss as a tensor of its own, without dimensions; its value is not waited for. Raises NotOneNumber."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_complex():
-        return loss.detach().reshape(()).clone()  # it may be a view of all logits, which nobody needs any more
+        # a copy, as it may be a view of all logits, which nobody needs any more
+        return loss.detach().reshape(()).to(device, sum_dtype(device), copy=True)
     try:
         return torch.tensor(float(loss), dtype=sum_dtype(device), device=device)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from drawbar.parallel.blocks import repeated_blocks
 
@@ -19,22 +20,22 @@ def stream_dtype(precision: str) -> torch.dtype:
 
 
 def keep_stream_in_bf16(model: nn.Module) -> None:
-    """Let the repeated blocks take hidden states in bf16, and the norms inside of them give it, in place.
+    """Let the repeated blocks take hidden states in bf16, and the norms inside of them give it, in place: those of
+    transformers, whose first argument is the hidden states, unless the model wants them in fp32. What the blocks of
+    another model take may be anything, such as times.
 
     Norms, softmax and the loss are still computed in fp32, and weights and their gradients are fp32. Loss curves are
     those of autocast alone, as far as other seeds differ (docs/strategies.md).
     """
+    if getattr(getattr(model, "config", None), "residual_in_fp32", False):
+        return
     for _, block in repeated_blocks(model):
+        if not isinstance(block, GradientCheckpointingLayer):
+            continue
         block.register_forward_pre_hook(_cast_first)
         for module in block.modules():
-            if _is_norm(module):
+            if type(module).__name__.endswith("Norm"):
                 module.register_forward_hook(_cast_output)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Whether the module only scales and shifts: it has weights, and no matrix among them."""
-    weights = list(module.parameters())
-    return bool(weights) and not any(module.children()) and all(weight.ndim == 1 for weight in weights)
 
 
 def _cast_first(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -74,3 +74,24 @@ def test_it_is_bf16_and_gradients_are_those_of_autocast_as_far_as_bf16_rounds(fa
 def test_it_is_part_of_the_precision_bf16(precision: Any, dtype: torch.dtype | None) -> None:
     engine = tiny_engine(tiny_config("llama", precision=precision))
     assert stream_dtypes(engine.module) == ({dtype or torch.float32},) * 2
+
+
+class TimeBlock(nn.Module):
+    """A block of a model of one's own, whose first argument is no hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, times_B1: Tensor, hidden_BH: Tensor) -> Tensor:
+        return hidden_BH + self.linear(self.norm(hidden_BH) + times_B1.sin())
+
+
+def test_what_says_otherwise_is_left_alone() -> None:
+    mamba = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **SIZES, residual_in_fp32=True))
+    own = nn.ModuleDict({"layers": nn.ModuleList([TimeBlock(), TimeBlock()])})
+    for model in (mamba, own):
+        assert repeated_blocks(model)
+        keep_stream_in_bf16(model)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
