@@ -167,8 +167,9 @@ def rounding(device_type: str) -> Rounding:
     every setting, as it gives the same bits; that takes seconds, once. Elsewhere ``store_moments``."""
     if device_type != "cuda":
         return store_moments
-    compiled, example = compiled_rounding(), torch.ones(16, 24, device=device_type)
+    example = torch.ones(16, 24, device=device_type)
     try:
+        compiled = compiled_rounding()
         compiled([example.bfloat16() for _ in MOMENTS], (example, example.clone()), example.sum(), (0, 0))
     except (RuntimeError, ImportError, OSError) as error:  # errors of torch itself are RuntimeErrors
         logger.warning("torch cannot compile (%s): each step rounds AdamW's moments by many small kernels", error)
@@ -179,8 +180,9 @@ def rounding(device_type: str) -> Rounding:
 def compiled_rounding() -> Rounding:
     """``store_moments`` as one kernel. It is compiled for each number of dims, not for each shape: after eight variants
     (those with dims of one element among them) torch runs others uncompiled."""
-    # both moments have nothing in common but the step, 4 bytes: by default too little for one kernel
-    return torch.compile(store_moments, dynamic=True, options={"score_fusion_memory_threshold": 1})
+    # by default torch makes several: both moments have only 4 bytes in common, the step, and the hash is long
+    options = {"score_fusion_memory_threshold": 1, "realize_opcount_threshold": 1000}
+    return torch.compile(store_moments, dynamic=True, options=options)
 
 
 def random_bits(part: Tensor, offset: tuple[int, ...], step: Tensor) -> tuple[Tensor, Tensor]:

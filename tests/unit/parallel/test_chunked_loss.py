@@ -151,9 +151,16 @@ def test_there_are_never_logits_of_more_than_a_chunk() -> None:
     assert max(with_logits - {HIDDEN}) == CHUNK < int((labels != IGNORED).sum())  # the weight, transposed, has HIDDEN
 
 
+@pytest.fixture
+def compiles() -> None:
+    """No kernels of other tests, and no limit of variants that they have used up."""
+    torch.compiler.reset()
+    _compiled_kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("compiles")
 @pytest.mark.parametrize("capped", [False, True])
 def test_compiled_it_is_the_same_within_rounding(capped: bool) -> None:
-    torch.compiler.reset()
     *tensors, labels = inputs(torch.float32)
     for precise in (True, False):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not precise):
@@ -185,8 +192,8 @@ class Passes(TorchDispatchMode):
         return out
 
 
+@pytest.mark.usefixtures("compiles")
 def test_compiled_logits_are_touched_by_two_kernels_besides_the_products() -> None:
-    torch.compiler.reset()
     *tensors, labels = inputs(torch.float32)
     labels = labels.clamp(min=0)  # 15 targets: three full chunks
     with torch.autocast("cpu", dtype=torch.bfloat16):
