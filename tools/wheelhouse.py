@@ -8,14 +8,15 @@ the output of ``pip list --format=freeze`` on it. Needs a network, here; the fol
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from email.parser import HeaderParser
 from pathlib import Path
 
@@ -66,9 +67,17 @@ COMMAND = "python3 -m pip install --quiet --no-index --no-deps --no-compile"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parse(arguments)
-    out: Path = parsed.out
-    make_folder(out)
-    there = installed("\n".join(NODE.split()) if parsed.node is None else parsed.node.read_text(encoding="utf-8"))
+    with replaced(parsed.out) as folder:
+        fill(folder, parsed)
+
+
+def fill(out: Path, parsed: argparse.Namespace) -> None:
+    """Put all into an empty folder, and say what it is.
+
+    Raises:
+        SystemExit: pip finds no wheel, or drawbar and the node do not go together.
+    """
+    there = installed("\n".join(NODE.split()) if parsed.node is None else parsed.node)
     drawbar = build(ROOT, out)
     for path in out.glob("*.tar.gz"):
         path.unlink()
@@ -92,26 +101,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
-    parser.add_argument("--python", default=here, metavar="X.Y", help="of the node (default: %(default)s)")
+    parser.add_argument("--python", type=python, default=here, metavar="X.Y", help="of the node (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("wheels"), help="replaced (default: %(default)s)")
     known = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     parser.add_argument("--with", dest="extras", nargs="+", default=(), choices=sorted(known), help="extras of drawbar")
-    parser.add_argument("--node", type=Path, metavar="FILE", help="`pip list --format=freeze` of the node")
+    parser.add_argument("--node", type=text_of, metavar="FILE", help="`pip list --format=freeze` of the node")
     return parser.parse_args(arguments)
 
 
-def make_folder(out: Path) -> None:
-    """An empty folder, in the place of one that this tool has made before.
+def python(written: str) -> str:
+    if re.fullmatch(r"3\.\d+", written) is None:
+        raise argparse.ArgumentTypeError(f"{written} is no version of Python such as 3.12")
+    return written
+
+
+def text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from error
+
+
+@contextmanager
+def replaced(out: Path) -> Iterator[Path]:
+    """A folder to fill, which then takes the place of one that this tool has made before; that stays until then.
 
     Raises:
         SystemExit: something else is there, which stays.
     """
-    if out.is_dir() and not out.is_symlink() and ((out / "install.sh").is_file() or not any(out.iterdir())):
-        shutil.rmtree(out)
-    elif os.path.lexists(out):
+    own = out.is_dir() and not out.is_symlink() and ((out / "install.sh").is_file() or not any(out.iterdir()))
+    if os.path.lexists(out) and not own:
         sys.exit(f"error: {out} is there, and holds no wheels of drawbar: name another folder with --out")
-    (out / FP8).mkdir(parents=True)
-    (out / "install.sh").touch()  # from now on it is known, though it may not come to its end
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".wheels-") as folder:
+        filled = Path(folder) / out.name
+        (filled / FP8).mkdir(parents=True)
+        yield filled
+        if own:
+            shutil.rmtree(out)
+        filled.rename(out)
 
 
 def installed(listed: str) -> dict[str, Version | None]:

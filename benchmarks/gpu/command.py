@@ -62,7 +62,6 @@ class Lines:
     """The file of results; what is measured again is added to it."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self.failed = False
 
@@ -83,7 +82,13 @@ def measure(case: str, place: Place, run: Run, until: float, lines: Lines, words
     module: Any = importlib.import_module(f"benchmarks.gpu.{case}")
     if hasattr(module, "REFERENCE"):
         lines.write(case=case, reference=module.REFERENCE)
-    for setting in among(module.settings(place), words):
+    settings = module.settings(place)
+    unknown = [word for word in words if not any(word in one.name for one in settings)]
+    if unknown:
+        known = "; ".join(one.name for one in settings)
+        lines.write(case=case, error=f"no setting has {', '.join(unknown)} in its name; there are: {known}")
+        return
+    for setting in among(settings, words):
         about = {"case": case, "setting": setting.name}
         absent, left = missing(setting.needs), until - time.monotonic()
         if absent:
@@ -132,14 +137,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="CASE",
         help=f"{', '.join(CASES)}; step:drawbar,hand for some settings; default: all",
     )
-    parser.add_argument("--minutes", type=float, default=9, help="for all cases together (default: %(default)s)")
+    parser.add_argument("--minutes", type=minutes, default=9, help="for all cases together (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), help="lines are added (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does everything run?")
     parsed = parser.parse_args(arguments)
     unknown = [name for name in parsed.cases if name.partition(":")[0] not in CASES]
     if unknown:
         parser.error(f"there is no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    try:
+        parsed.out.parent.mkdir(parents=True, exist_ok=True)
+        parsed.out.open("a", encoding="utf-8").close()
+    except OSError as error:
+        parser.error(f"--out {parsed.out} cannot be written: {error}")
     return parsed
+
+
+def minutes(written: str) -> float:
+    if not 0 < float(written) < float("inf"):
+        raise ValueError
+    return float(written)
 
 
 if __name__ == "__main__":

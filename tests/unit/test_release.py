@@ -79,12 +79,25 @@ def test_a_wheelhouse_replaces_nothing_but_a_wheelhouse(kind: str, tmp_path: Pat
     else:
         out.symlink_to(mine.parent)
     with pytest.raises(SystemExit, match="name another folder"):
-        wheelhouse.make_folder(out)
+        wheelhouse.main(["--out", str(out)])
     assert (out if out.is_file() else out / "thesis.tex").read_text() == "mine"
 
 
-def test_a_wheelhouse_replaces_one_that_it_made(tmp_path: Path) -> None:
-    wheelhouse.make_folder(tmp_path)
-    (tmp_path / "old.whl").touch()
-    wheelhouse.make_folder(tmp_path)
-    assert not (tmp_path / "old.whl").exists()
+def test_a_wheelhouse_replaces_one_that_it_made_once_another_is_whole(tmp_path: Path) -> None:
+    out = tmp_path / "wheels"
+    for name in ("install.sh", "old.whl"):
+        with pytest.raises(KeyboardInterrupt), wheelhouse.replaced(out) as filled:
+            raise KeyboardInterrupt
+        with wheelhouse.replaced(out) as filled:
+            (filled / "install.sh").touch()
+            (filled / name).touch()
+    assert sorted(path.name for path in out.iterdir()) == ["fp8", "install.sh", "old.whl"]
+    assert [*tmp_path.iterdir()] == [out]
+
+
+@pytest.mark.parametrize("wrong", [("--python", "banana"), ("--node", "nowhere.txt")])
+def test_a_wheelhouse_is_not_touched_for_a_mistake(wrong: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "install.sh").touch()
+    with pytest.raises(SystemExit, match="2"):
+        wheelhouse.main(["--out", str(tmp_path), *wrong])
+    assert (tmp_path / "install.sh").exists()

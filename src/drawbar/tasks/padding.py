@@ -62,8 +62,8 @@ def _obstacle(task: Task, run: RunConfig, device: torch.device) -> str | None:
             return f"{type(task).__name__} has a {name} of its own, which may expect a row for each sample"
     try:
         config = load_model_config(task.model_name, task.config.from_scratch, task.tokenizer)
-    except UserError as error:
-        return error.what  # the task says it better, when it builds its model
+    except UserError:
+        return None  # the task says it, and what to do, when it builds its model
     if not packs_without_mask(config, task.head):
         return f"a {config.model_type} model of {task.config.type} cannot be kept from looking beyond a sample"
     if run.parallel.compile and not attends_by_flash(config, DTYPES[run.precision], device):

@@ -44,7 +44,7 @@ def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any
     ]
     case.settings = lambda place: made  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "benchmarks.gpu.made_up", case)
-    file = tmp_path / "folder" / "lines.jsonl"
+    file = tmp_path / "lines.jsonl"
     written = command.Lines(file)
     command.measure("made_up", Place(True, tmp_path, tmp_path), processes.in_fork, time.monotonic() + 60, written)
     command.measure("made_up", Place(True, tmp_path, tmp_path), processes.in_fork, time.monotonic() + 1, written)
@@ -84,3 +84,17 @@ def test_lengths_differ_and_stay_within_their_limits() -> None:
     assert (min(found), max(found)) == (64, 4096)
     assert sum(found) / len(found) < 4096 / 2
     assert Rows(3, 10).lengths() == [10, 10, 10]
+
+
+def test_words_that_no_setting_has_cost_no_preparation(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    assert command.main(["head:nonsense", "--quick", "--out", str(file)]) == 1
+    *_, line = (json.loads(line) for line in file.read_text().splitlines())
+    assert line["error"].startswith("no setting has nonsense in its name; there are: ")
+
+
+@pytest.mark.parametrize("wrong", [("--out", "."), ("--minutes", "-3"), ("--minutes", "nan"), ("nonsense",)])
+def test_mistakes_end_it_before_it_begins(wrong: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["probe", *wrong])
+    assert "error: " in capsys.readouterr().err

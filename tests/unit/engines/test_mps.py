@@ -26,11 +26,12 @@ class NoFloat64(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
-def test_nothing_but_the_sum_for_the_gradient_norm_is_float64(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_but_sums_of_many_numbers_is_float64(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(train=TrainSection(steps=10, gradient_clip=1.0), optim=OptimSection(name=optimizer, lr=1e-2))
     engine = tiny_engine(config)
     micro_batches = random_step(engine, seed=1)
-    monkeypatch.setattr("drawbar.parallel.gradients.sum_dtype", lambda _: sum_dtype(MPS))
+    for module in ("drawbar.parallel.gradients", "drawbar.engines.executors"):
+        monkeypatch.setattr(f"{module}.sum_dtype", lambda _: sum_dtype(MPS))
     with NoFloat64():
         assert engine.train_step(micro_batches).grad_norm > 0
         assert engine.eval_step(micro_batches[0].batch).loss > 0

@@ -125,6 +125,12 @@ def test_a_family_that_cannot_be_packed_stays_padded(folder: Path) -> None:
         fit_in(folder, *common, FREE, "run.name=other")
 
 
+def test_a_model_that_cannot_be_built_is_not_blamed_on_padding(folder: Path) -> None:
+    with pytest.raises(UserError, match="hidden_siz") as caught:
+        fit_in(folder, "task.type=sequence_classification", "task.from_scratch.hidden_siz=16", FREE)
+    assert caught.value.where == "task.from_scratch.hidden_siz"
+
+
 def chosen(folder: Path, fields: str, *settings: str, device: str = "cuda") -> bool | str:
     """What ``data.padding_free=auto`` becomes of compiled blocks in bf16."""
     written = [f"task={{type: causal_lm, {fields}, tokenizer: {{train: byte_bpe, vocab_size: 280}}}}"]
