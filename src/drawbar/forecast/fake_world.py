@@ -80,8 +80,8 @@ class FakeWorld(Distributed):
     def sum_all(self, values: list[float]) -> list[float]:
         return [value * self.size for value in values]
 
-    def sum_counts(self, values: list[int]) -> list[int]:
-        return [value * self.size for value in values]
+    def begin_sum_counts(self, values: list[int]) -> Callable[[], list[int]]:
+        return lambda: [value * self.size for value in values]
 
     def max(self, value: int) -> int:
         return value
