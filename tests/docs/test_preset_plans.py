@@ -51,4 +51,4 @@ def test_the_peak_is_a_multiple_of_the_blocks() -> None:
     peaks = [plan(CONFIGS / "pretrain_8b_8x80gb.yaml", layers).largest.peak.bytes for layers in (2, 3, 4)]
     assert peaks[2] - peaks[1] == peaks[1] - peaks[0]
     # docs/plan.md has the sum by hand
-    assert peaks[0] + 30 * (peaks[1] - peaks[0]) == pytest.approx(50.4e9, rel=0.001)
+    assert peaks[0] + 30 * (peaks[1] - peaks[0]) == pytest.approx(50.45e9, rel=0.001)
