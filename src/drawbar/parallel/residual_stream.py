@@ -47,4 +47,7 @@ def _cast_output(norm: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _in_bf16(value: Any) -> Any:
-    return value.bfloat16() if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+    if not isinstance(value, Tensor) or value.dtype != torch.float32:
+        return value
+    # without autocast, as for whoever loads a run and calls its model, linear layers take no other dtype than theirs
+    return value.bfloat16() if torch.is_autocast_enabled(value.device.type) else value
