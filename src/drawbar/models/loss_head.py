@@ -3,7 +3,7 @@
 The loss is computed in the call of the head's own module, where the hooks of FSDP and ZeRO-3 have its weight at hand.
 The model is called as ever, with its targets beside the inputs, and its outputs have the sum of the ``loss``.
 
-B: rows, L: tokens in a row, R: rows times tokens, H: hidden size, V: vocabulary, N: targets.
+B: rows, L: tokens in a row, H: hidden size, V: vocabulary, N: targets.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from drawbar.models.logit_ops import LogitOps
+from drawbar.models.segments import UniqueRows
 from drawbar.parallel.chunked_loss import LossTargets, Transform, VocabularyShard
 
 POSITIONS, LABELS = "target_positions", "target_labels"
@@ -47,7 +48,7 @@ class LossHead(nn.Linear):
             raise ValueError(
                 f"the head has {[*hidden_BLH.shape[:-1]]} positions, the labels are {[*self.targets.labels_BL.shape]}"
             )
-        hidden_NH = _Rows.apply(hidden_BLH.flatten(0, -2), self.targets.positions_N)
+        hidden_NH = UniqueRows.apply(hidden_BLH.flatten(0, -2), self.targets.positions_N)
         loss = self.cross_entropy(hidden_NH, weight_VH, bias_V, self.targets.labels_N, self.transform, shard)
         no_logits: Tensor
         self.loss, no_logits = _WithNoLogits.apply(loss, (0, *hidden_BLH.shape[1:-1], self.out_features))
@@ -56,23 +57,6 @@ class LossHead(nn.Linear):
 
 def _local(tensor: Any) -> Any:
     return tensor if tensor is None else tensor.to_local(grad_placements=[Shard(0)])
-
-
-class _Rows(torch.autograd.Function):
-    """Some rows, none of them twice: their gradients are copied to their places. Backward of indexing adds them up,
-    and for that sort the indices on CUDA."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_RH: Tensor, positions_N: Tensor) -> Tensor:
-        ctx.save_for_backward(positions_N)
-        ctx.rows = len(rows_RH)
-        return rows_RH.index_select(0, positions_N)
-
-    @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
-        (positions_N,) = ctx.saved_tensors
-        gradient_NH = outer[0]
-        return gradient_NH.new_zeros(ctx.rows, *gradient_NH.shape[1:]).index_copy_(0, positions_N, gradient_NH), None
 
 
 class _WithNoLogits(torch.autograd.Function):

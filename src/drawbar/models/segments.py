@@ -290,7 +290,7 @@ def _attend_in_groups(
             module, query_nHlD, key_nHlD, value_nHlD, mask, position_bias=cut, **others
         )
         attended.append(attended_nlHD.flatten(0, 1))
-    rows: Tensor = _UniqueGather.apply(torch.cat(attended), segments.slot_of_token)
+    rows: Tensor = UniqueRows.apply(torch.cat(attended), segments.slot_of_token)
     return rows
 
 
@@ -319,8 +319,9 @@ class _GatherToSlots(torch.autograd.Function):
         return gradient_SHD.index_select(0, slot_of_token_T), None, None
 
 
-class _UniqueGather(torch.autograd.Function):
-    """``x[slot_of_token]`` for slots that are all different: the backward pass copies; a sum would be slow on CPUs."""
+class UniqueRows(torch.autograd.Function):
+    """``x[slot_of_token]`` for slots that are all different: the backward pass copies. A sum would be slow on CPUs, and
+    would sort on CUDA."""
 
     @staticmethod
     def forward(ctx: Any, x_SHD: Tensor, slot_of_token_T: Tensor) -> Tensor:
@@ -332,8 +333,7 @@ class _UniqueGather(torch.autograd.Function):
     def backward(ctx: Any, gradient_THD: Tensor) -> tuple[Tensor, None]:
         (slot_of_token_T,) = ctx.saved_tensors
         gradient_SHD = gradient_THD.new_zeros(ctx.num_slots, *gradient_THD.shape[1:])
-        gradient_SHD[slot_of_token_T] = gradient_THD
-        return gradient_SHD, None
+        return gradient_SHD.index_copy_(0, slot_of_token_T, gradient_THD), None
 
 
 def _mask(
