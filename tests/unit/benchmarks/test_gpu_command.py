@@ -1,6 +1,7 @@
 """What ``python -m benchmarks gpu`` writes of settings that do not end well."""
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from benchmarks.gpu import command, processes
 from benchmarks.gpu.random_model import MODEL, MODEL_8B, Rows
 from benchmarks.gpu.setting import Place, Setting, among
+
+ROOT = Path(__file__).parents[3]
 
 
 def behave(how: str) -> dict[str, Any]:
@@ -88,7 +91,9 @@ def test_lengths_differ_and_stay_within_their_limits() -> None:
 
 def test_words_that_no_setting_has_cost_no_preparation(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
-    assert command.main(["head:nonsense", "--quick", "--out", str(file)]) == 1
+    # in a process of its own, as --quick changes the environment
+    arguments = ["gpu", "head:nonsense", "--quick", "--out", str(file)]
+    assert subprocess.run([sys.executable, "-m", "benchmarks", *arguments], cwd=ROOT, timeout=300).returncode == 1
     *_, line = (json.loads(line) for line in file.read_text().splitlines())
     assert line["error"].startswith("no setting has nonsense in its name; there are: ")
 
