@@ -95,7 +95,11 @@ def _drawbar(work: Workload) -> tuple[Any, Any]:
         assert found is not None  # nobody told it to stop
         return found.scores["loss"]
 
-    return score, lambda prompts: engine.generate({"input_ids": prompts}, **GREEDY)
+    def write(prompts: Any) -> Any:
+        with engine.inference() as model:
+            return model.generate(prompts.to(engine.world.device), **GREEDY)
+
+    return score, write
 
 
 def _by_hand(work: Workload) -> tuple[Any, Any]:

@@ -130,13 +130,9 @@ class Engine:
                     remedy="name the run of a language model; `drawbar eval` works for any",
                 )
 
-    def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
-        """Token ids (B, L) from transformers' ``generate``: inputs and new texts (an encoder-decoder: new texts alone).
-        For a model that :meth:`check_writes_text` passes."""
-        moved = {name: tensor.to(self.world.device) for name, tensor in inputs.items()}
-        with self.executor.inference() as model:
-            tokens_BL: torch.Tensor = model.generate(**moved, **options)
-            return tokens_BL
+    def inference(self) -> AbstractContextManager[Any]:
+        """Context that gives the model to predict and to generate with: in evaluation mode, without gradients."""
+        return self.executor.inference()
 
     def state(self, writers: Sequence[int] = (0,)) -> EngineState:
         """A copy of the full state, in host memory on the ranks ``writers`` (which must include rank 0); without

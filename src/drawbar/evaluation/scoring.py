@@ -20,6 +20,7 @@ from drawbar.engines.engine import Engine
 from drawbar.engines.results import EvalResult
 from drawbar.errors import ExitCode, UserError, nearest
 from drawbar.tasks.batch import Batch, PredictFunction
+from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 from drawbar.util.atomic_files import replacing, write_durably
 from drawbar.util.strict_json import json_line, json_number
@@ -101,7 +102,7 @@ def evaluate(
     """
     world.barrier("evaluating")  # waits for a busy rank as long as it takes; a collective of the forward would time out
     engine.share_buffers()
-    loader = _loader(task, split, world, micro_batch, augment)
+    loader = _loader(engine, task, split, world, micro_batch, augment)
     batches, results = iter(loader), _RankResults()
     with engine.evaluating():
         for done in range(1, len(loader) + 1):
@@ -190,12 +191,14 @@ def _score(task: Task, split: Split, results: _RankResults, world: Distributed) 
 
 
 def _loader(
-    task: Task, split: Split, world: Distributed, micro_batch: MicroBatchSize, augment: Augment
+    engine: Engine, task: Task, split: Split, world: Distributed, micro_batch: MicroBatchSize, augment: Augment
 ) -> EvalLoader[Batch]:
-    """This rank's batches."""
+    """This rank's batches: of one sample, where others would change its loss or its prediction."""
+    model = engine.meta_model
+    alone = isinstance(task, PretrainedTask) and (task.computes_alone(model) or task.predicts_alone(model))
     return EvalLoader(
         SampleRows(split.samples),
-        micro_batch=micro_batch,
+        micro_batch=MicroBatchSize(rows=1) if alone else micro_batch,
         dp_rank=world.dp_ranks.rank,
         dp_size=world.dp_ranks.size,
         collate=task.collate,
@@ -248,7 +251,7 @@ def predict(
     """What ``predict_fn`` returns, by number of record, on rank 0. No labels are needed. Args: see ``evaluate``."""
     world.barrier("predicting")  # as in evaluate()
     predictions: list[tuple[int, Any]] = []
-    loader = _loader(task, split, world, micro_batch, augment)
+    loader = _loader(engine, task, split, world, micro_batch, augment)
     with engine.evaluating():
         for done, micro in enumerate(loader, start=1):
             found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch, predict_fn))

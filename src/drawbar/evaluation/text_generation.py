@@ -10,7 +10,7 @@ from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 from drawbar.tasks.chat import chat_prompt
-from drawbar.tasks.generation import generation_options, left_padded
+from drawbar.tasks.generation import continuations, generation_options, tokens_left
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,12 @@ class Sampling:
 
     def options(self) -> dict[str, Any]:
         """As arguments of transformers' ``generate``."""
-        return generation_options(GenerationSection.model_construct(**asdict(self)), max_tokens=None)
+        return generation_options(self.section, max_tokens=None)
+
+    @property
+    def section(self) -> GenerationSection:
+        """As the generation section of a task."""
+        return GenerationSection.model_construct(**asdict(self))
 
 
 PROMPTS_TOGETHER = 32
@@ -66,8 +71,10 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sam
         )
     if encoded and engine.max_positions is not None:
         _check_prompt_lengths(encoded, engine.max_positions, sampling)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     batches = [encoded[at : at + PROMPTS_TOGETHER] for at in range(0, len(encoded), PROMPTS_TOGETHER)]
-    return [text for batch in batches for text in _continue(engine, tokenizer, batch, sampling)]
+    with engine.inference() as model:
+        return [text for batch in batches for text in continuations(model, tokenizer, batch, pad, sampling.section)]
 
 
 def _check_prompt_lengths(prompts: list[list[int]], positions: int, sampling: Sampling) -> None:
@@ -81,30 +88,13 @@ def _check_prompt_lengths(prompts: list[list[int]], positions: int, sampling: Sa
             where="--prompt, --input",
             remedy=f"shorten it: the prompt and what follows (--max-new-tokens {sampling.max_new_tokens}) share them",
         )
-    max_tokens = _tokens_left(longest, positions)
+    max_tokens = tokens_left(longest, positions)
     if max_tokens < sampling.max_new_tokens:
         logger.warning(
             "the model has %d positions, and a text ends there: the longest prompt leaves room for %d of "
             "--max-new-tokens %d",
             *(positions, max_tokens, sampling.max_new_tokens),
         )
-
-
-def _tokens_left(length: int, positions: int) -> int:
-    """How many tokens can follow a prompt: the last of them needs no position, as the model does not read it."""
-    return positions - length + 1
-
-
-def _continue(engine: Engine, tokenizer: Any, prompts: list[list[int]], sampling: Sampling) -> list[str]:
-    max_tokens = sampling.max_new_tokens
-    if engine.max_positions is not None:
-        max_tokens = min(max_tokens, _tokens_left(max(map(len, prompts)), engine.max_positions))
-    if max_tokens < sampling.max_new_tokens and len(prompts) > 1:  # the longest must not end the texts of the others
-        return [text for prompt in prompts for text in _continue(engine, tokenizer, [prompt], sampling)]
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    inputs = left_padded(prompts, pad)
-    out_BL = engine.generate(inputs, pad_token_id=pad, **{**sampling.options(), "max_new_tokens": max_tokens})
-    return tokenizer.batch_decode(out_BL[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:

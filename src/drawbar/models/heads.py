@@ -1,5 +1,6 @@
 """What a model can be built for: one ``AutoModelFor…`` of transformers for each kind of head."""
 
+from inspect import signature
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -73,6 +74,18 @@ HEADS: dict[Head, HeadKind] = {
 COUNTS_FROM_PAD = {"roberta", "xlm-roberta", "camembert"}
 """Families that number positions from the pad token's id plus one; every pad token's position is that id."""
 
+SEES_PADDING = {"big_bird", "canine", "convbert", "fnet", "mobilebert", "nystromformer", "prophetnet", "xlnet", "yoso"}
+"""Families that compute a sample otherwise beside a longer one, whatever the mask says: they mix neighbours without it,
+choose what to attend to by the row's length or, as XLNet's classifier, look at the row's last token."""
+NOT_CAUSAL = {"bert-generation", "cpmant", "xlnet"}
+"""Families that transformers builds for next-token prediction, and that look at later tokens unless told more than
+tokens: XLNet's perm_mask, say. As a decoder, bert-generation does not."""
+POSITIONS_FROM_MASK = {"bloom", "falcon_mamba", "mamba", "mpt"}
+"""Families of decoders that take no positions, and yet compute a prompt behind padding as without it."""
+COUNTS_COLUMNS = {"deepseek_v4", "gpt_neo", "openai-gpt", "recurrent_gemma"}
+"""Families of decoders that take positions, and count columns all the same: to remember several as one (deepseek_v4),
+to mask no more than they have positions (gpt_neo, openai-gpt), or as their state reads padding (recurrent_gemma)."""
+
 
 def check_head(config: PreTrainedConfig, head: Head) -> None:
     """Refuse a head that the architecture does not have.
@@ -81,10 +94,10 @@ def check_head(config: PreTrainedConfig, head: Head) -> None:
         UserError: it names families that have it.
     """
     kind = HEADS[head]
-    # transformers would build BERT for next-token prediction without a causal mask; XLNet has one only in perm_mask
+    # transformers would build BERT for next-token prediction without a causal mask
     is_bidirectional = head == "causal_lm" and (
         (
-            config.model_type in HEADS["masked_lm"].families
+            config.model_type in HEADS["masked_lm"].families | NOT_CAUSAL
             and not (config.is_encoder_decoder or getattr(config, "is_decoder", False))
         )
         or config.model_type == "xlnet"
@@ -122,4 +135,40 @@ def longest_input(model: nn.Module) -> int | None:
         return None
     if limit is not None and config.model_type in COUNTS_FROM_PAD:
         return limit - config.pad_token_id - 1
-    return limit
+    # dynamic embeddings are scaled by the longest row of this batch, and of those before
+    return min((length for length in (limit, _longest_unscaled(config, "dynamic")) if length is not None), default=None)
+
+
+def without_adapter(model: nn.Module) -> Any:
+    """The model of transformers within that of an adapter, whose parameters may be wrapped; any other model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def pads_on_the_left(model: nn.Module, length: int) -> bool:
+    """Whether a prompt with padding on its left has the text that it has alone. The tests try all families that can be
+    built.
+
+    Args:
+        length: of the longest prompt with its text, in tokens.
+    """
+    config: Any = getattr(model, "config", None)
+    family = getattr(config, "model_type", None)
+    takes_positions = "position_ids" in signature(without_adapter(model).forward).parameters
+    knows_positions = (takes_positions and family not in COUNTS_COLUMNS) or family in POSITIONS_FROM_MASK
+    return knows_positions and not sees_neighbours(model, length)
+
+
+def sees_neighbours(model: nn.Module, length: int) -> bool:
+    """Whether what a model computes of a sample depends on the longest sample beside it, where that may have ``length``
+    tokens. Rotary embeddings of the kind longrope have one scale for short batches, and another one for long ones."""
+    config = getattr(model, "config", None)
+    limit = _longest_unscaled(config, "longrope")
+    return getattr(config, "model_type", None) in SEES_PADDING or (limit is not None and length > limit)
+
+
+def _longest_unscaled(config: Any, kind: str) -> int | None:
+    """Up to which longest row of a batch rotary embeddings of this kind are not scaled; None where there are none."""
+    given = getattr(config, "rope_parameters", None) or {}
+    of_layers = given.values() if given and all(isinstance(one, dict) for one in given.values()) else [given]
+    lengths = [one.get("original_max_position_embeddings") for one in of_layers if one.get("rope_type") == kind]
+    return min((length for length in lengths if length is not None), default=None)

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig
 
 from drawbar.errors import UserError
-from drawbar.models.heads import COUNTS_FROM_PAD, Head
+from drawbar.models.heads import COUNTS_FROM_PAD, Head, without_adapter
 from drawbar.models.segments import SEGMENTED, Segments, flash_takes, segments_of
 
 Arguments = dict[str, Any]
@@ -59,7 +59,7 @@ def allow_packing(model: nn.Module, per_sample: bool, with_row_mask: bool = Fals
     Raises:
         UserError: this family, this head or this attention cannot be packed.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = without_adapter(model)
     family = getattr(getattr(inner, "config", None), "model_type", None)
     _check(inner, family, per_sample)
     if family in DECODERS:

@@ -15,6 +15,7 @@ from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL, split_tokens
 from drawbar.data.tokenizer import MODEL_INPUTS, begin_tokens, wrap_texts
 from drawbar.errors import UserError
+from drawbar.models.heads import pads_on_the_left
 from drawbar.parallel.styles import cross_entropy_sum
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
@@ -223,6 +224,10 @@ class CausalLM(PretrainedTask):
     @property
     def predicts(self) -> bool:
         return self.config.generation is not None
+
+    def predicts_alone(self, model: nn.Module) -> bool:
+        section = self.config.generation
+        return section is not None and not pads_on_the_left(model, self.data.sequence_length + section.max_new_tokens)
 
     def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
         """The completion of each sample's prompt (all that comes before the last answer)."""

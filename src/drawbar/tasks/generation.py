@@ -1,12 +1,15 @@
-"""Text from a model inside an evaluation: prompts in a batch, with a key-value cache."""
+"""Text from a model: prompts in a batch, with a key-value cache, each as if it were alone."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import StoppingCriteria
 
 from drawbar.config.schema.task_sections import GenerationSection
-from drawbar.models.heads import longest_input
+from drawbar.models.heads import longest_input, pads_on_the_left, without_adapter
 
 
 def generation_options(section: GenerationSection, max_tokens: int | None) -> dict[str, Any]:
@@ -36,7 +39,7 @@ def generation_defaults(section: GenerationSection, max_tokens: int | None) -> d
     return dict.fromkeys(("max_length", *of_chance, *of_beams)) | options
 
 
-def left_padded(prompts: list[list[int]], pad: int) -> dict[str, torch.Tensor]:
+def left_padded(prompts: Sequence[list[int]], pad: int) -> dict[str, Tensor]:
     """Prompts of different lengths as ``input_ids`` and ``attention_mask`` (B, L), each ending at the last column."""
     longest = max(map(len, prompts))
     return {
@@ -45,16 +48,69 @@ def left_padded(prompts: list[list[int]], pad: int) -> dict[str, torch.Tensor]:
     }
 
 
+def tokens_left(length: int, positions: int) -> int:
+    """How many tokens can follow a prompt: the last of them needs no position, as the model does not read it."""
+    return positions - length + 1
+
+
 def continuations(
-    model: nn.Module, tokenizer: Any, prompts: list[list[int]], pad: int, section: GenerationSection
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], pad: int, section: GenerationSection
 ) -> list[str]:
-    """What a causal model goes on with after each prompt (lists of tokens), the prompt left out."""
-    device = next(model.parameters()).device
-    inputs = {name: tensor.to(device) for name, tensor in left_padded(prompts, pad).items()}
-    length, limit = inputs["input_ids"].shape[1], longest_input(model)
-    max_tokens = None if limit is None else limit - length + 1  # the last token that is written is not read again
-    out_BL = model.generate(**inputs, pad_token_id=pad, **generation_options(section, max_tokens))
-    return tokenizer.batch_decode(out_BL[:, length:], skip_special_tokens=True)
+    """What a causal model goes on with after each prompt (lists of tokens), the prompt left out. A text ends where the
+    model has no more positions.
+
+    Prompts of models that cannot take padding on the left are gone on with one by one. All ranks of a model in parts
+    then need as many prompts.
+    """
+    longest = max(map(len, prompts), default=0) + section.max_new_tokens
+    size = len(prompts) if pads_on_the_left(model, longest) else 1
+    batches = [prompts[at : at + size] for at in range(0, len(prompts), size or 1)]
+    tokens = [row for batch in batches for row in _continue(model, batch, pad, section)]
+    return tokenizer.batch_decode(tokens, skip_special_tokens=True)
+
+
+def _continue(model: Any, prompts: Sequence[list[int]], pad: int, section: GenerationSection) -> list[list[int]]:
+    inputs = {name: tensor.to(next(model.parameters()).device) for name, tensor in left_padded(prompts, pad).items()}
+    longest, limit = inputs["input_ids"].shape[1], longest_input(model)
+    most = [section.max_new_tokens] * len(prompts)
+    if limit is not None:
+        most = [min(section.max_new_tokens, tokens_left(len(prompt), limit)) for prompt in prompts]
+    options = generation_options(section, max(most))
+    if len(set(most)) == 1:
+        out_BL = model.generate(**inputs, pad_token_id=pad, **options)
+    else:
+        ends = _OwnEnds([longest + tokens for tokens in most])
+        with _positions_below(model, limit or 0):
+            out_BL = model.generate(**inputs, pad_token_id=pad, **options, stopping_criteria=[ends])
+    return [row[longest : longest + tokens] for row, tokens in zip(out_BL.tolist(), most, strict=True)]
+
+
+class _OwnEnds(StoppingCriteria):
+    """Ends each row at a column of its own."""
+
+    def __init__(self, ends: list[int]) -> None:
+        self._ends = ends
+
+    def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
+        rows, length = input_ids.shape  # with beams, a prompt has several rows
+        ended = torch.tensor([length >= end for end in self._ends], device=input_ids.device)
+        return ended.repeat_interleave(rows // len(self._ends))
+
+
+@contextmanager
+def _positions_below(model: nn.Module, limit: int) -> Iterator[None]:
+    """While other rows go on, one that has ended at the last position is computed, too, but at no position beyond."""
+
+    def clamp(module: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if inputs.get("position_ids") is not None:
+            inputs = {**inputs, "position_ids": inputs["position_ids"].clamp(max=limit - 1)}
+        return args, inputs
+
+    hook = without_adapter(model).register_forward_pre_hook(clamp, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def stop_with(model: nn.Module, tokens: list[int]) -> None:

@@ -28,7 +28,7 @@ from drawbar.data.tokenizer import (
 from drawbar.errors import UserError
 from drawbar.metrics.metric_registry import compute, load_metrics
 from drawbar.models.folder import check_model_folder
-from drawbar.models.heads import Head, longest_input
+from drawbar.models.heads import Head, longest_input, sees_neighbours
 from drawbar.models.huggingface import (
     build_from_scratch,
     explain_attention_errors,
@@ -222,6 +222,14 @@ class PretrainedTask(Task):
     def required_positions(self) -> dict[str, int]:
         """How many positions the model must have, by the setting that asks for them."""
         return {"data.sequence_length": self.data.sequence_length}
+
+    def computes_alone(self, model: nn.Module) -> bool:
+        """Whether each sample must be computed by itself: others in its batch would change its loss."""
+        return sees_neighbours(model, self.data.sequence_length)
+
+    def predicts_alone(self, model: nn.Module) -> bool:
+        """The same of its prediction."""
+        return self.predicts and self.computes_alone(model)
 
     @property
     def vocabulary_parallel(self) -> bool:

@@ -131,16 +131,17 @@ def first_samples(opened: OpenedSplit, task: Task, config: RunConfig, world: Dis
 
 def load_data(
     task: Task, opened: tuple[OpenedSplit, OpenedSplit | None], config: RunConfig, world: Distributed, console: Console
-) -> tuple[Loader[Batch], Split | None]:
-    """The training batches of this rank, and the validation data, where there are any."""
+) -> tuple[Loader[Batch], Split | None, Split | None]:
+    """The training batches of this rank; the training samples, unless they are a stream's; and the validation data,
+    where there are any."""
     train, validation = opened
     loader, train_split = _load_train(task, train, config, world, console, prefetch=True)
     if validation is None:
-        return loader, None
+        return loader, train_split, None
     validation_split = encode_split(task, validation, config, world, console)
     if train_split is not None:
         warn_of_share(config.data, train_split, validation_split)
-    return loader, validation_split
+    return loader, train_split, validation_split
 
 
 def load_split(task: Task, name: str, config: RunConfig, world: Distributed, console: Console) -> Split:

@@ -25,6 +25,7 @@ from drawbar.runtime.safetensors_reader import STORED_DTYPES
 from drawbar.runtime.torch_internals import _BatchNorm
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.method_errors import is_user_defined, method_error
+from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 from drawbar.tasks.user_methods import name_failing_method
 from drawbar.tracking.console import Console
@@ -42,9 +43,12 @@ def check_on_samples(
     config: RunConfig,
     world: Distributed,
     console: Console,
-) -> None:
+) -> Split:
     """Try the task, the model and the settings on a few samples, before the data are encoded, which may take hours, and
     before the run begins. Every rank calls it.
+
+    Returns:
+        The first training samples.
 
     Raises:
         UserError: as ``check_saved_state``, ``first_samples``, ``check_task``, ``check_evaluation``, ``check_mode`` and
@@ -52,12 +56,40 @@ def check_on_samples(
     """
     train, validation = opened
     check_saved_state(task, engine)
-    check_task(task, engine, first_samples(train, task, config, world, console))
+    tried = first_samples(train, task, config, world, console)
+    check_task(task, engine, tried)
     if validation is not None:
         first = first_samples(validation, task, config, world, console)
         check_evaluation(task, engine, first, config.eval.metric)
         check_mode(config.eval)
     engine.check_buffers()
+    return tried
+
+
+def with_rows_alone(task: Task, engine: Engine, config: RunConfig) -> RunConfig:
+    """The configuration with micro-batches of one sample, where others in it would change a sample's loss.
+
+    Raises:
+        UserError: rows are to hold several samples, and then do so in any case.
+    """
+    if not isinstance(task, PretrainedTask) or not task.computes_alone(engine.meta_model):
+        return config
+    family = engine.meta_model.config.model_type
+    if config.data.batching == "packed":
+        raise UserError(
+            f"this {family} model computes a sample otherwise beside a longer one, and packed rows hold several",
+            where="data.batching",
+            remedy="set data.batching=grouped; with rotary embeddings of the kind longrope, a data.sequence_length of "
+            "the model's original_max_position_embeddings or less will do as well",
+        )
+    if config.train.micro_batch != 1 and engine.world.is_rank0:
+        logger.warning(
+            "this %s model computes a sample otherwise beside a longer one: train.micro_batch is 1, and an evaluation "
+            "takes one sample at a time, too",
+            family,
+        )
+    train = config.train.model_copy(update={"micro_batch": 1, "micro_batch_tokens": None})
+    return config.model_copy(update={"train": train})
 
 
 def check_saved_state(task: Task, engine: Engine) -> None:
@@ -100,8 +132,7 @@ def check_saved_state(task: Task, engine: Engine) -> None:
 
 
 def check_task(task: Task, engine: Engine, split: Split) -> None:
-    """Try a task on the first training sample, alone and twice in a batch; every rank calls it. Warns where the loss of
-    a sample depends on the samples beside it.
+    """Try a task on the first training sample, alone and twice in a batch; every rank calls it.
 
     Raises:
         UserError: a method fails, ``loss`` returns a mean or has no gradient, ``num_targets`` is no count or does not
@@ -130,21 +161,22 @@ def check_task(task: Task, engine: Engine, split: Split) -> None:
             f"returns {of_one:g} for one sample, and for two of it as well: a mean",
             'return the sum over the batch (reduction="sum"); drawbar divides by num_targets(batch)',
         )
-    _compare_with_neighbours(task, engine, split)
     _warn_of_batch_norm(engine)
 
 
-def _compare_with_neighbours(task: Task, engine: Engine, split: Split) -> None:
-    """Warn where a short sample has another loss beside a long one than alone: the model then sees the padding, or
-    treats the batch as a whole (rotary embeddings of the kind longrope or dynamic)."""
-    count = min(len(split.samples), TRIED_SAMPLES)
-    rows = sorted(
-        (split.samples[number] for number in range(count)),
-        key=lambda sample: sum(np.size(value) for value in sample.values()),
-    )
+def compare_with_neighbours(task: Task, engine: Engine, split: Split) -> None:
+    """Warn where the shortest sample has another loss beside the longest one than alone: the model then sees the
+    padding, or treats the batch as a whole. Every rank calls it."""
+    samples = split.samples
+    if "input_ids" in samples.fields:
+        sizes = samples.lengths
+    else:
+        tried = (samples[number].values() for number in range(min(len(samples), TRIED_SAMPLES)))
+        sizes = np.array([sum(np.size(value) for value in values) for values in tried])
+    shortest, longest = int(sizes.argmin()), len(sizes) - 1 - int(sizes[::-1].argmax())  # two, if all are of one size
     with name_failing_method(task):
         augment = make_augment(task, task.run_config, train=True)
-        ends = [augment(sample, 0) for sample in (rows[0], rows[-1])]
+        ends = [augment(samples[number], 0) for number in (shortest, longest)]
 
     def both_ways() -> tuple[float, float]:
         of_each = [float(_evaluate(task, engine, [sample]).loss) for sample in ends]

@@ -56,7 +56,7 @@ from drawbar.train.callbacks import (
     evaluation_is_due,
     patience_is_exhausted,
 )
-from drawbar.train.check import check_on_samples
+from drawbar.train.check import check_on_samples, compare_with_neighbours, with_rows_alone
 from drawbar.train.checkpoint_layouts import bytes_on_disk
 from drawbar.train.compile_payoff import logging_compile_payoff
 from drawbar.train.core_wait import CoreWaitCallback
@@ -187,10 +187,12 @@ class Trainer:
         opened = open_data(task, config, world)
         with name_failing_method(task):
             engine = build_engine(task, config, world)
+        config = with_rows_alone(task, engine, config)
         if start.checkpoint is not None:
             start, rest = restore_engine(start, engine, world)
-        check_on_samples(task, engine, opened, config, world, console)
-        loader, validation = load_data(task, opened, config, world, console)
+        tried = check_on_samples(task, engine, opened, config, world, console)
+        loader, train, validation = load_data(task, opened, config, world, console)
+        compare_with_neighbours(task, engine, train or tried)
         engine.total_steps = total_steps = count_steps(config.train, loader.steps_per_epoch)
         resumed = start.checkpoint is not None and not start.forked
         micro_batch_dir = source_run_dir if resumed else config.run_dir

@@ -149,7 +149,8 @@ def look(engine: Engine) -> None:
     """Evaluate and generate, and check that no generator moved."""
     before = rng_state(CPU)
     engine.eval_step(random_batch(engine.task, rows=2, seed=7))
-    engine.generate({"input_ids": torch.tensor([[1, 2, 3]])}, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    with engine.inference() as model:
+        model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3, do_sample=False, pad_token_id=0)
     after = rng_state(CPU)
     assert all(torch.equal(after[name], before[name]) or name == "python_gauss" for name in before)
 
@@ -158,7 +159,8 @@ def test_greedy_generation_is_the_most_likely_token_each_time() -> None:
     engine = tiny_engine(tiny_config("gpt2", DROPOUT))
     ids = torch.tensor([[5, 6, 7]])
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    found = engine.generate({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **options)
+    with engine.inference() as model:
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     model = copy.deepcopy(engine.module).eval()
     for _ in range(4):
         ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)

@@ -115,10 +115,12 @@ def train(case: Case, engine: Engine, rank: int = 0, ranks: int = 1) -> dict[str
     evaluated = engine.eval_step(random_batch(engine.task, 3, seed=77))
     inputs = {"input_ids": PROMPTS, "attention_mask": torch.ones_like(PROMPTS)}
     length = {"max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": None}
-    greedy = engine.generate(inputs, do_sample=False, **length)
-    beams = engine.generate(inputs, do_sample=False, num_beams=3, **length)
+    with engine.inference() as model:
+        greedy = model.generate(**inputs, do_sample=False, **length)
+        beams = model.generate(**inputs, do_sample=False, num_beams=3, **length)
     torch.manual_seed(engine.world.dims.coordinates(engine.world.rank)["pp"])  # each stage has its own random numbers
-    sampled = engine.generate(inputs, do_sample=True, **length)
+    with engine.inference() as model:
+        sampled = model.generate(**inputs, do_sample=True, **length)
     state = engine.state()
     return {
         "losses": [float(result.loss) for result in results],

@@ -61,7 +61,8 @@ def test_beams_find_what_is_more_likely(engine: Engine) -> None:
     found = {}
     for beams in (1, 8):
         options = Sampling(max_new_tokens=4, temperature=0, beams=beams).options()
-        ids = engine.generate({"input_ids": torch.tensor([[5, 6, 7]])}, pad_token_id=0, **options)
+        with engine.inference() as model:
+            ids = model.generate(torch.tensor([[5, 6, 7]]), pad_token_id=0, **options)
         with torch.no_grad():
             scores = engine.module(ids[:, :-1]).logits.log_softmax(-1)[0, 2:]
         found[beams] = float(scores.gather(1, ids[0, 3:, None]).sum())
