@@ -145,6 +145,7 @@ def test_fields_of_the_task() -> None:
     ("family", "head", "says"),
     [
         ("t5", "causal_lm", "t5 is no causal language model.*llama"),
+        ("bert-generation", "causal_lm", "bert-generation is no causal language model"),
         ("bert", "causal_lm", "bert is no causal language model"),  # it would see the token that it is to predict
         ("llama", "masked_lm", "llama is no masked language model.*bert"),
         ("llama", "seq2seq", "llama is no encoder–decoder.*t5"),
