@@ -10,6 +10,7 @@ from transformers import StoppingCriteria
 
 from drawbar.config.schema.task_sections import GenerationSection
 from drawbar.models.heads import longest_input, pads_on_the_left, without_adapter
+from drawbar.models.huggingface import quiet_transformers
 
 
 def generation_options(section: GenerationSection, max_tokens: int | None) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def _continue(model: Any, prompts: Sequence[list[int]], pad: int, section: Gener
         out_BL = model.generate(**inputs, pad_token_id=pad, **options)
     else:
         ends = _OwnEnds([longest + tokens for tokens in most])
-        with _positions_below(model, limit or 0):
+        with _positions_below(model, limit or 0), quiet_transformers():  # which counts columns, not positions
             out_BL = model.generate(**inputs, pad_token_id=pad, **options, stopping_criteria=[ends])
     return [row[longest : longest + tokens] for row, tokens in zip(out_BL.tolist(), most, strict=True)]
 

@@ -29,6 +29,7 @@ BERT = {
 FIELDS: dict[str, dict[str, Any]] = {
     **ARCHITECTURES,
     "bert": BERT,
+    "bert-generation": BERT,
     "roberta": BERT,
     "electra": {**BERT, "embedding_size": 8},
     "distilbert": {"dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 4},
