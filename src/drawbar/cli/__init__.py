@@ -43,7 +43,51 @@ _FIRST_RANK_SECONDS = 4.0
 """Seconds that other ranks wait before they print an error; DeepSpeed's launcher ends them earlier if rank 0 failed."""
 
 
+class Commands(click.Group):
+    """The commands by what they are for; one that other programs have gets a hint."""
+
+    SECTIONS = {
+        "Train": (init, prepare, plan, train),
+        "Use what was trained": (evaluate, predict, generate, export),
+        "Look at runs": (runs, watch, report, logs, checkpoint),
+        "Jobs on clusters and hosts": (submit, jobs, status, cancel, resume),
+        "Check and compare": (doctor, parity, convert),
+        "Settings and the shell": (config, completion),
+    }
+    """All commands."""
+    ELSEWHERE = {
+        "generate": ("chat", "infer", "inference", "sample", "complete"),
+        "train": ("sft", "finetune", "fit", "launch", "run", "pretrain", "lora"),
+        "eval": ("evaluate", "test", "validate", "score"),
+        "export": ("merge", "merge-lora", "save"),
+        "prepare": ("preprocess", "tokenize"),
+        "doctor": ("env", "check", "info"),
+        "init": ("new", "create"),
+    }
+    """Names that other trainers have, by what they are called here."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands))
+        for title, commands in self.SECTIONS.items():
+            with formatter.section(title):
+                # one width for all sections
+                rows = [(str(one.name).ljust(width), one.get_short_help_str(limit=100)) for one in commands]
+                formatter.write_dl(rows)
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        meant = next((name for name, others in self.ELSEWHERE.items() if args[0] in others), None)
+        if meant is not None:
+            context.fail(f"No such command '{args[0]}'; it is called `drawbar {meant}` here.")
+        return super().resolve_command(context, args)
+
+
 @click.group(
+    cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
 Examples:
@@ -83,10 +127,9 @@ def group(local_rank: str | None) -> None:
         )
 
 
-for command in (init, prepare, plan, train, watch, runs, submit, jobs, status, logs, cancel, resume):
-    group.add_command(command)
-for command in (evaluate, predict, generate, export, convert, report, checkpoint, parity, doctor, config, completion):
-    group.add_command(command)
+for commands in Commands.SECTIONS.values():
+    for command in commands:
+        group.add_command(command)
 
 
 def main(task: "type[Task]") -> None:

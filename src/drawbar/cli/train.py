@@ -80,6 +80,7 @@ def start(
     from drawbar.cli.arguments import check, check_training, read
     from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
     from drawbar.distributed.foreign_launcher import refuse_unconnected_processes
+    from drawbar.launch.node.rank_environment import STATUS_VARIABLE
     from drawbar.launch.node.rendezvous import Rendezvous
     from drawbar.util.torch_imports import quick_imports
 
@@ -90,6 +91,8 @@ def start(
     with start_early(task, settings) as warm_process:
         loaded = check(settings, task)
         check_training(loaded)
+        if os.environ.get("RANK", "0") == "0" and STATUS_VARIABLE not in os.environ:  # drawbar's launcher has said it
+            click.echo(f"{loaded.config.run_dir}: starting", err=True)
         processes = count_processes(loaded.config)
         if processes > 1 or (rendezvous and rendezvous.nodes > 1):
             return launch_ranks(loaded, rerun_command(task), processes, rendezvous, warm_process)

@@ -17,6 +17,7 @@ from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.errors import UserError
 from drawbar.evaluation.scoring import Split, evaluate, predict
 from drawbar.evaluation.text_generation import Prompt, Sampling, generate_text
+from drawbar.launch.jobs.progress import parse_metrics_line
 from drawbar.tasks.batch import PredictFunction
 from drawbar.tasks.encoder import TaskEncoder
 from drawbar.tasks.task import Task
@@ -24,6 +25,7 @@ from drawbar.tracking.console import SilentConsole
 from drawbar.train.batch_making import make_augment
 from drawbar.train.batches import eval_micro_batch, load_split
 from drawbar.train.setup import check_predicts, on_one_process, open_checkpoint, task_of_run
+from drawbar.util.run_dir import METRICS_FILE
 
 _SPLITS = ("train", "validation", "test")
 
@@ -57,6 +59,18 @@ class TrainedRun:
         self.task = task_of_run(task, self.config, self._world)
         self._engine, self.step = open_checkpoint(self.task, self.config, checkpoint, self._world)
         self.model.eval()
+
+    def __repr__(self) -> str:
+        size = sum(one.numel() for one in self.model.parameters())
+        return (
+            f"<TrainedRun {self.config.run_dir}, step {self.step:,}: {type(self.model).__name__}, {size:,} parameters>"
+        )
+
+    def history(self) -> list[dict[str, float]]:
+        """What the run has measured: a dict for each line of ``metrics.jsonl``, by ``step`` and names such as
+        ``train/loss``. ``pandas.DataFrame(run.history())`` is a table of it."""
+        with (self.config.run_dir / METRICS_FILE).open("rb") as lines:
+            return [values for line in lines if (values := parse_metrics_line(line)) is not None]
 
     @property
     def model(self) -> nn.Module:

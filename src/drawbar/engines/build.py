@@ -3,6 +3,7 @@
 import os
 
 import torch
+from torch import nn
 
 from drawbar.config.io.user_modules import cause
 from drawbar.config.parallel_dims import ParallelDims
@@ -54,7 +55,23 @@ def build_engine(task: Task, config: RunConfig, world: Distributed, total_steps:
             remedy="set parallel.strategy=ddp, which has a process for each device, or start one process",
         )
     config = check_machine(config, world, task.task_context.trains)
-    return assemble_engine(task, config, world, total_steps)
+    engine = assemble_engine(task, config, world, total_steps)
+    if task.task_context.trains:
+        logger.info("model: %s, in %s on %s", _describe(engine.meta_model), config.precision, _name(world.device))
+    return engine
+
+
+def _describe(model: nn.Module) -> str:
+    """``llama, 1,463,883,776 parameters, of which 3,211,264 are trained``."""
+    parameters = list(model.parameters())
+    number = sum(one.numel() for one in parameters)
+    trained = sum(one.numel() for one in parameters if one.requires_grad)
+    name = getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__
+    return f"{name}, {number:,} parameters" + (f", of which {trained:,} are trained" if trained < number else "")
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def check_machine(config: RunConfig, world: Distributed, trains: bool = True) -> RunConfig:

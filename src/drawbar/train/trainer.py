@@ -26,6 +26,7 @@ from drawbar.launch.node.allreduce_check import check_allreduce
 from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logging
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels
 from drawbar.runtime.streams import ignore_output_errors
+from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.padding import choose_padding_free
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_registry import task_class
@@ -327,7 +328,14 @@ class _Run:
         if not self._is_complete():
             return f"{self.config.run_dir}: saved at step {step}; the same command goes on from there"
         score = f"; best {self.config.eval.metric}: {self.progress.best_score:.4g}, at step {best}" if best else ""
-        return f"{self.config.run_dir}: {step:,} steps made{score}"
+        return f"{self.config.run_dir}: {step:,} steps made{score}; next: {self._next_command()}"
+
+    def _next_command(self) -> str:
+        if hasattr(self.engine.meta_model, "generate") and isinstance(self.task, CausalLM):
+            return f'drawbar generate {self.config.run_dir} --prompt "…"'
+        if self.task.predicts:
+            return f"drawbar predict {self.config.run_dir} --input FILE --output FILE"
+        return f"drawbar report {self.config.run_dir}"
 
     def _loop(self, guarded: Sequence[GuardedCallback]) -> None:
         """The loop, the same for every strategy."""

@@ -14,7 +14,7 @@ import click
 import pytest
 
 import drawbar
-from drawbar.cli import group
+from drawbar.cli import Commands, group
 from drawbar.config.io.load_config import load_config
 
 CPU_SECONDS = 0.4
@@ -110,9 +110,20 @@ def test_answers_without_torch(arguments: list[str]) -> None:
 
 
 def test_the_list_of_commands_cuts_no_description() -> None:
-    listed = answer("--help")[0].partition("Commands:")[2].partition("Examples:")[0].split("\n\n")[0]
-    assert len(listed.strip().splitlines()) == len(group.commands)  # a line each, in 80 columns
-    assert "..." not in listed
+    first = next(iter(Commands.SECTIONS))
+    *sections, _ = answer("--help")[0].partition(f"{first}:")[2].partition("Examples:")[0].split("\n\n")
+    listed = [line for section in sections for line in section.splitlines() if line.startswith("  ")]
+    assert [line.split()[0] for line in listed] == list(group.commands)  # a line each, in 80 columns
+    assert "..." not in "".join(listed)
+
+
+def test_a_command_that_is_called_otherwise_elsewhere_is_named() -> None:
+    for name, others in Commands.ELSEWHERE.items():
+        assert name in group.commands
+        assert not set(others) & group.commands.keys()
+    done = subprocess.run([sys.executable, "-m", "drawbar", "chat", "runs/demo"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "No such command 'chat'; it is called `drawbar generate` here." in done.stderr
 
 
 def test_the_version_is_told_once() -> None:

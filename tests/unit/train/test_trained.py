@@ -164,6 +164,8 @@ def test_the_model_of_a_checkpoint_writes(project: Path) -> None:
     assert (run.step, run.model.training) == (2, False)
     for name, tensor in weights(project / "runs" / "tiny", 2).items():
         assert torch.equal(run.model.state_dict()[name], tensor)
+    assert repr(run).endswith("runs/tiny, step 2: LlamaForCausalLM, 34,720 parameters>")
+    assert [values["step"] for values in run.history() if "train/loss" in values][:2] == [1, 2]
     texts = run.generate(["the engine", "the hill"], max_new_tokens=5, temperature=0)
     assert len(texts) == 2
     assert run.generate("the hill", max_new_tokens=5, temperature=0) == texts[1:]
