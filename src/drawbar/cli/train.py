@@ -79,6 +79,7 @@ def start(
     """Train here, or start the processes that do, and wait for them; the exit code of the run."""
     from drawbar.cli.arguments import check, check_training, read
     from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
+    from drawbar.config.rules.package_rules import PACKAGE_RULES
     from drawbar.distributed.foreign_launcher import refuse_unconnected_processes
     from drawbar.launch.node.rank_environment import STATUS_VARIABLE
     from drawbar.launch.node.rendezvous import Rendezvous
@@ -90,7 +91,7 @@ def start(
     settings = read(arguments)
     with start_early(task, settings) as warm_process:
         loaded = check(settings, task)
-        check_training(loaded)
+        check_training(loaded, PACKAGE_RULES)
         if os.environ.get("RANK", "0") == "0" and STATUS_VARIABLE not in os.environ:  # drawbar's launcher has said it
             click.echo(f"{loaded.config.run_dir}: starting", err=True)
         processes = count_processes(loaded.config)

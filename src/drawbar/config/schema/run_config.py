@@ -198,7 +198,7 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
-    every: Count | Interval | None = 500
+    every: Count | Interval | None = "30min"
     """Save every so many steps, or so long after the last save (`30min`; `s`, `h` and `d`, too); a run always saves at
     its end, and when it is told to stop."""
     keep: Count = 3
