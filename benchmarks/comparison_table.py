@@ -1,4 +1,4 @@
-"""The table of the README that has drawbar beside other trainers: `make docs` writes it.
+"""The table of docs/comparison.md, drawbar beside other trainers: `make docs` writes it.
 
 What others can do is what their own documentation or code offered when it was last read (``READ``); what was measured
 comes from the suite's last runs.
@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.common.report import RESULTS
 from benchmarks.common.statistic import cell, markdown_table
 
-READ = "November 2026"
+READ = "on 28 November 2026"
 BEGIN = "<!-- comparison: written by `make docs` from benchmarks/comparison_table.py; do not edit -->"
 END = "<!-- end of comparison -->"
 TRAINERS = ("drawbar", "Hugging Face Trainer", "Accelerate", "Lightning", "torchtitan", "axolotl")
@@ -25,20 +25,21 @@ WRITTEN = {
 }
 """What a user writes."""
 PARALLEL = {
-    "drawbar": "DDP, ZeRO-1, FSDP, TP, PP, CP, DeepSpeed",
-    "Hugging Face Trainer": "DDP, FSDP, DeepSpeed, TP, CP",
-    "Accelerate": "DDP, FSDP, DeepSpeed, TP, CP",
-    "Lightning": "DDP, FSDP, DeepSpeed; FSDP with TP, experimental, by a plan of yours",
-    "torchtitan": "FSDP, TP, PP, CP",
-    "axolotl": "FSDP, DeepSpeed, TP, CP",
+    "drawbar": "DDP, ZeRO-1, FSDP, HSDP, DeepSpeed, TP, PP, CP",
+    "Hugging Face Trainer": "DDP, FSDP, HSDP, DeepSpeed, TP, CP, EP",
+    "Accelerate": "DDP, FSDP, HSDP, DeepSpeed, TP, CP",
+    "Lightning": "DDP, FSDP, HSDP, DeepSpeed; FSDP with TP, experimental, by a plan of yours",
+    "torchtitan": "DDP, FSDP, HSDP, TP, PP, CP, EP",
+    "axolotl": "DDP, FSDP, HSDP, DeepSpeed, TP, CP, EP",
 }
-"""How training is spread over processes (TP, PP, CP: tensor, pipeline and context parallelism)."""
+"""How training is spread over processes (TP, PP, CP, EP: tensor, pipeline, context and expert parallelism; HSDP: FSDP
+within groups, DDP between them)."""
 SOURCES = {
-    "Hugging Face Trainer": "https://huggingface.co/docs/transformers/v5.17.0/tensor_parallelism",
+    "Hugging Face Trainer": "https://huggingface.co/docs/transformers/v5.17.0/expert_parallelism",
     "Accelerate": "https://huggingface.co/blog/accelerate-nd-parallel",
     "Lightning": "https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.strategies.ModelParallelStrategy.html",
-    "torchtitan": "https://pypi.org/project/torchtitan",
-    "axolotl": "https://pypi.org/project/axolotl/0.12.0/",
+    "torchtitan": "https://github.com/pytorch/torchtitan",
+    "axolotl": "https://github.com/axolotl-ai-cloud/axolotl/blob/main/docs/nd_parallelism.qmd",
 }
 MEASURED = {
     "a small Llama, speed ÷ a loop by hand": ("W1", "{} fp32", "÷ by hand"),
@@ -62,8 +63,9 @@ def render(results: Path = RESULTS) -> str:
     note = (
         f"Measured side by side on {machine['cores']} cores of a CPU in fp32: medians, with the lowest and the "
         "highest, of rounds whose losses were equal; – was not measured. All parts of the suite, where drawbar is not "
-        "the fastest too: [docs/performance.md](docs/performance.md). The first two rows are what the others' own "
-        f"pages and code said in {READ}: {sources}."
+        "the fastest too: [performance.md](performance.md). The first two rows are what the others' own "
+        f"pages and code said {READ} (HSDP: FSDP within groups of processes, DDP between them; EP: expert parallelism, "
+        f"which drawbar has not): {sources}."
     )
     return f"{BEGIN}\n{markdown_table(rows).replace('---:', '---')}\n\n{note}\n{END}"
 

@@ -23,11 +23,11 @@ PAGES = {
 }
 
 
-README = Path(__file__).parents[1] / "README.md"
+COMPARISON = HERE / "comparison.md"
 
 
 def main() -> None:
-    README.write_text(comparison_table.replace_in(README.read_text("utf-8")), encoding="utf-8")
+    COMPARISON.write_text(comparison_table.replace_in(COMPARISON.read_text("utf-8")), encoding="utf-8")
     for name, render in PAGES.items():
         path = HERE / name
         path.write_text(render(), encoding="utf-8")
