@@ -130,6 +130,8 @@ class _ColumnarFile(FileReader, ColumnarReader):
 class ParquetFile(_ColumnarFile):
     """A ``.parquet`` file. Row groups of which no row is asked for are not read."""
 
+    holds: ClassVar[frozenset[str]] = frozenset({"parquet"})
+
     def schema(self) -> Any:
         import pyarrow.parquet as pq
 
@@ -146,6 +148,8 @@ class ParquetFile(_ColumnarFile):
 
 class ArrowFile(_ColumnarFile):
     """An IPC file or an IPC stream; `datasets` writes the latter."""
+
+    holds: ClassVar[frozenset[str]] = frozenset({"arrow"})
 
     def schema(self) -> Any:
         with self._opened() as (schema, _):

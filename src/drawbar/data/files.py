@@ -1,20 +1,26 @@
-"""Finding the files that a setting names, and the reader for each."""
+"""Finding the files that a setting names, and the reader for each; seeing that a file holds what its reader reads."""
 
 import glob
+import gzip
 import os
 import shlex
+import zlib
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from drawbar.config.io.user_modules import cause, find_class
 from drawbar.data.python_stdlib import PYTHON_STDLIB
-from drawbar.data.readers import READERS, FileReader, ReadOptions
+from drawbar.data.readers import READERS, FileReader, Reader, ReadOptions
 from drawbar.errors import UserError, nearest
+from drawbar.runtime.log import logger
+from drawbar.util.file_content import BEGIN_BYTES, GZIP, PAGES, PLAIN, Content, content_of, content_of_bytes, pointer
 
 UNPACKERS = {".zst": "zstd -d", ".xz": "unxz -k", ".bz2": "bunzip2 -k", ".zip": "unzip"}
 """By ending, the command that unpacks a compressed file of another kind, and keeps that file."""
 BUILT_IN_SOURCES = (PYTHON_STDLIB,)
+_pages_said: set[tuple[str, Path]] = set()
+"""Of which settings and folders it was logged that they have pages of HTML: files are opened several times."""
 
 
 def reader_of(path: Path, options: ReadOptions, reader: str | None, key: str) -> FileReader:
@@ -70,6 +76,44 @@ def is_empty(path: Path) -> bool:
         return path.is_file() and path.stat().st_size == 0 and not path.read_bytes()
     except OSError:
         return False
+
+
+def check_contents(reader: Reader, key: str) -> None:
+    """See that the first bytes of the files are no other content than the reader reads. What cannot be opened passes:
+    reading it will tell.
+
+    A page of HTML that is read as plain text may be meant: that is logged.
+
+    Args:
+        key: the setting that names the files.
+
+    Raises:
+        UserError: a file holds something else.
+    """
+    for path in reader.files:
+        found = None
+        with suppress(OSError):
+            found = pointer(path) if reader.holds is None else _content(path)
+        if found is None or found.name in (reader.holds or ()):
+            if found is not None and found.name in PAGES and (key, path.parent) not in _pages_said:
+                _pages_said.add((key, path.parent))
+                logger.warning("%s: %s begins as %s does, and its tags are read as text", key, path, found.what)
+            continue
+        raise UserError(
+            f"{path} is not what its name says, but {found.what}", where=str(path), remedy=found.remedy_for(path)
+        )
+
+
+def _content(path: Path) -> Content | None:
+    """What a file holds, once it is unpacked, where its name ends in ``.gz``; None for plain text and the like."""
+    found = content_of(path)
+    if path.suffix.lower() != ".gz" or not path.is_file():
+        return found
+    if found is not GZIP:
+        return found._replace(name=PLAIN.name) if found else PLAIN if path.stat().st_size else None
+    with suppress(EOFError, zlib.error), gzip.open(path) as stream:
+        return content_of_bytes(stream.read(BEGIN_BYTES))
+    return None
 
 
 def find_files(item: str, key: str) -> list[Path]:

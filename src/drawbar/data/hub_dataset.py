@@ -11,6 +11,7 @@ from drawbar.data.arrow import ROWS_AT_ONCE, ColumnarReader, Group
 from drawbar.data.class_labels import Feature
 from drawbar.errors import UserError
 from drawbar.runtime.hub import hub_answers
+from drawbar.util.file_content import pointer
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,27 @@ class HubDataset(ColumnarReader):
             raise UserError(error.what, where=self.key, remedy=error.remedy) from error
         try:
             with _offline(not online):
+                if self.is_folder:
+                    self._check_files()
                 return datasets.load_dataset(self.dataset, name=self.subset, split=self.split, streaming=self.streaming)
+        except UserError:
+            raise
         except Exception as error:  # `datasets` raises errors of many libraries
             raise self._unusable(error, online) from error
+
+    def _check_files(self) -> None:
+        """Raise UserError where one of the files that `datasets` would read is a pointer: text of it is text to it."""
+        import datasets
+
+        found = datasets.load_dataset_builder(self.dataset, name=self.subset).config.data_files or {}
+        for file in [Path(name) for names in found.values() for name in names]:
+            content = pointer(file)
+            if content is not None:
+                raise UserError(
+                    f"{file} is not what its name says, but {content.what}",
+                    where=str(file),
+                    remedy=content.remedy_for(file),
+                )
 
     def _unusable(self, error: Exception, online: bool) -> UserError:
         if isinstance(error, ConnectionError) and not online:

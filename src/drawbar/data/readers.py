@@ -41,6 +41,9 @@ class Reader(ABC):
 
     no_records: ClassVar[str] = "it holds only blank lines"
     """Why a file that is not empty has none, for the message."""
+    holds: ClassVar[frozenset[str] | None] = None
+    """Of the kinds of content that are known by their first bytes (``util.file_content``), those that its files may
+    have; None for all but pointers."""
 
     @property
     @abstractmethod

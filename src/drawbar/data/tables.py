@@ -34,6 +34,7 @@ class _Table(FileReader):
 
     columns: tuple[str, ...] | None
     is_text: ClassVar[bool] = True
+    holds: ClassVar[frozenset[str]] = frozenset()
     takes_columns: ClassVar[bool] = True
     no_records: ClassVar[str] = "it holds only blank lines, or a header alone"
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from drawbar.data.readers import BadRecord, FileReader, RawRecord, Reader, ReadOptions, Record, open_binary
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
+from drawbar.util.file_content import PAGES
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LONG_LINE = 2**20
@@ -146,6 +147,7 @@ class TextLines(FileReader):
     """``{"text": line}`` of every line that is not blank."""
 
     is_text: ClassVar[bool] = True
+    holds: ClassVar[frozenset[str]] = PAGES
 
     @classmethod
     def open(cls, path: Path, options: ReadOptions) -> FileReader:
@@ -190,6 +192,7 @@ class JsonLines(FileReader):
     """One JSON object a line; blank lines are left out."""
 
     is_text: ClassVar[bool] = True
+    holds: ClassVar[frozenset[str]] = frozenset()
 
     def units(self) -> Iterator[RawRecord]:
         return (RawRecord(line, self.path, number) for number, line in _numbered_text(binary_lines(self.path)))
@@ -217,6 +220,7 @@ class JsonFile(FileReader):
     """A ``.json`` file: one array of objects, or one object whose only list is that array."""
 
     is_text: ClassVar[bool] = True
+    holds: ClassVar[frozenset[str]] = frozenset()
     no_records: ClassVar[str] = "its list is empty"
 
     def units(self) -> Iterator[RawRecord]:
@@ -263,6 +267,7 @@ class ParallelLines(Reader):
     columns: tuple[str, ...]
     paths: tuple[Path, ...]
     """A file for each column."""
+    holds: ClassVar[frozenset[str]] = PAGES
 
     @property
     def files(self) -> list[Path]:

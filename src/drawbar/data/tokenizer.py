@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -13,13 +14,14 @@ from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, 
 from drawbar.errors import UserError, nearest
 from drawbar.runtime.hub import hub_answers, meant_folder
 from drawbar.runtime.log import logger
+from drawbar.util.file_content import content_of, pointer
 
 END_OF_TEXT = "<|endoftext|>"
 Wrapping = Literal["begin", "end", "begin_end", "none"]
 """Which special tokens a tokenizer puts around a text."""
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json"),
-    *("special_tokens_map.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model"),
+    *("special_tokens_map.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "chat_template.jinja"),
 )
 """The usual files of a tokenizer's folder; those that a folder lacks, its tokenizer may not need."""
 MODEL_INPUTS = ["input_ids", "attention_mask"]
@@ -86,6 +88,8 @@ def load_tokenizer(name_or_folder: str, kind: Literal["tokenizer", "model"] = "t
     if path.is_file():
         remedy = f"give its folder, {path.parent}; tokenizer.save_pretrained(folder) writes one"
         raise UserError(f"{path} is a file, and a tokenizer is a folder", remedy=remedy)
+    if is_folder and _has_pointers(path):
+        raise _unusable(name_or_folder, is_folder, "")
     online = not is_folder and hub_answers(name_or_folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_folder, local_files_only=not online, trust_remote_code=False)
@@ -256,11 +260,12 @@ def _inherent_special_tokens(tokenizer: PreTrainedTokenizerBase) -> UserError:
 def _unusable(name: str, is_folder: bool, reason: str) -> UserError:
     broken = _broken_file(Path(name)) if is_folder else None
     if broken is not None:
-        file, fault = broken
+        file, fault, remedy = broken
         return UserError(
             f"the folder {name} holds no tokenizer that can be loaded: {file.name} {fault}",
             where=str(file),
-            remedy="copy the file again from where the tokenizer comes from, or save the tokenizer anew: "
+            remedy=remedy
+            or "copy the file again from where the tokenizer comes from, or save the tokenizer anew: "
             "tokenizer.save_pretrained(folder) writes tokenizer.json and tokenizer_config.json",
         )
     place = f"the folder {name}" if is_folder else f"{name!r} on the Hugging Face Hub"
@@ -273,16 +278,28 @@ def _unusable(name: str, is_folder: bool, reason: str) -> UserError:
     )
 
 
-def _broken_file(folder: Path) -> tuple[Path, str] | None:
-    """A file of the folder that no tokenizer can be loaded from, and why; None where the files look whole."""
+def _broken_file(folder: Path) -> tuple[Path, str, str | None] | None:
+    """A file of the folder that no tokenizer can be loaded from, why, and what to do if that is known; None where the
+    files look whole."""
     present = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     for file in present:
+        with suppress(OSError):
+            found = content_of(file)
+            if found is not None:
+                return file, f"is {found.what}", found.remedy_for(file)
         fault = _fault_of_file(file)
         if fault is not None:
-            return file, fault
+            return file, fault, None
     if {file.name for file in present} & {"vocab.json", "merges.txt", "tokenizer.json"} == {"vocab.json"}:
-        return folder / "merges.txt", "is missing, which belongs to vocab.json"
+        return folder / "merges.txt", "is missing, which belongs to vocab.json", None
     return None
+
+
+def _has_pointers(folder: Path) -> bool:
+    """Whether a file of the folder stands for one that was not fetched: a vocabulary of lines is read from it, too."""
+    with suppress(OSError):
+        return any(pointer(folder / name) is not None for name in TOKENIZER_FILES)
+    return False
 
 
 def _fault_of_file(file: Path) -> str | None:

@@ -1,18 +1,24 @@
 """Folders that are to hold a model, and runs that are named in place of one: ``task.model: runs/other@best``."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from drawbar.errors import UserError
+from drawbar.util.file_content import Content, content_of
 from drawbar.util.run_dir import is_run_dir
 
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+"""In a folder that peft wrote."""
 INITIAL_MODEL = "initial_model"
 """In a run directory: the model that the run began with, where that is the checkpoint of another run."""
 SOURCE_FILE = "source.json"
 """In that folder: the value of ``task.model``, and the checkpoint that it referred to."""
+_HOLDS = {".json": None, ".safetensors": "safetensors"}
+"""By the end of a file's name, the kind of its content (``util.file_content``)."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +96,33 @@ def check_model_folder(name: str) -> None:
                 f"the run's model as a folder, and name that: `drawbar export {run} --to FOLDER`",
             )
         what = f"has no {CONFIG}" if any(folder.iterdir()) else "is empty"
-        raise UserError(
-            f"the folder {name} {what}",
-            where="task.model",
-            remedy=f"name the folder that the model was saved to: it holds {CONFIG} and safetensors files",
-        )
+        remedy = f"name the folder that the model was saved to: it holds {CONFIG} and safetensors files"
+        if (folder / ADAPTER_CONFIG).is_file():
+            what = "holds adapters, and not the model that they adapt"
+            remedy = f"merge them into it with peft, and name the merged model; {ADAPTER_CONFIG} says which model it is"
+        raise UserError(f"the folder {name} {what}", where="task.model", remedy=remedy)
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, OSError) as error:
+        content = None if isinstance(error, OSError) else content_of(path)
+        if content is not None:
+            raise UserError(f"{path} is {content.what}", where="task.model", remedy=content.remedy_for(path)) from error
         at = f", line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else f": {error}"
         kind = "cannot be read" if isinstance(error, OSError) else "is not JSON"
         raise _broken(f"{path} {kind}{at}") from error
     if not isinstance(found, dict):
         raise _broken(f"{path} is not a JSON object, but a {type(found).__name__}")
+
+
+def foreign_file(folder: Path) -> tuple[Path, Content] | None:
+    """A file of a model's folder that is not what its name says, and what it is instead; None where there is none."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _HOLDS:
+            with suppress(OSError):
+                found = content_of(path)
+                if found is not None and found.name != _HOLDS[path.suffix]:
+                    return path, found
+    return None
 
 
 def _run_of(folder: Path) -> Path | None:

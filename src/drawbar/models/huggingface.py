@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from drawbar.errors import UserError, nearest
-from drawbar.models.folder import check_model_folder
+from drawbar.models.folder import check_model_folder, foreign_file
 from drawbar.models.heads import HEADS, Head, check_head
 from drawbar.runtime.hub import hub_answers, meant_folder
 from drawbar.runtime.log import logger
@@ -348,7 +348,11 @@ def from_hub(load: Callable[..., T], name: str) -> T:
         return load(name, local_files_only=not online)
     except (OSError, ValueError, KeyError, ZeroDivisionError, StrictDataclassError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if is_folder:
+        foreign = foreign_file(Path(name)) if is_folder else None
+        if foreign is not None:
+            path, found = foreign
+            first_line, remedy = f"{path.name} is {found.what}", found.remedy_for(path)
+        elif is_folder:
             remedy = "the folder must hold config.json and safetensors files of a model that transformers knows"
         else:
             remedy = (

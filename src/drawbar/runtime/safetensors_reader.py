@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from drawbar.util.file_content import BEGIN_BYTES, content_of_bytes
 from drawbar.util.strict_json import read_json
 
 Slices = tuple[slice, ...]
@@ -212,7 +213,9 @@ def read_header(file: int, path: Path) -> tuple[dict[str, Any], int]:
             raise ValueError
         end = _end_of(entry["data_offsets"] for entry in entries)
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path} is no safetensors file") from None
+        found = content_of_bytes(os.pread(file, BEGIN_BYTES, 0))
+        but = f", but {found.what}" if found is not None and found.name != "safetensors" else ""
+        raise ValueError(f"{path} is no safetensors file{but}") from None
     if size != 8 + length + end:
         raise ValueError(f"{path} has {size} bytes instead of {8 + length + end}")
     return header, 8 + length

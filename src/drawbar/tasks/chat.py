@@ -14,6 +14,7 @@ from drawbar.config.schema.section import expand_path
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.errors import UserError
 from drawbar.tasks.turns import TURN_KEY, mark_turns, split_turns
+from drawbar.util.file_content import pointer
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -269,7 +270,11 @@ def read_template(setting: str) -> str:
     if "{{" in setting or "{%" in setting:
         return setting
     try:
-        return Path(expand_path(setting)).read_text("utf-8")
+        path = Path(expand_path(setting))
+        found = pointer(path)
+        if found is not None:
+            raise ValueError(f"{path} is {found.what}")
+        return path.read_text("utf-8")
     except (OSError, ValueError) as error:
         raise UserError(
             f"the chat template cannot be read: {error}",

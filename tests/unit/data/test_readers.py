@@ -316,7 +316,7 @@ def arrow_bytes() -> bytes:
 
 BAD_FILES = [
     ("a.jsonl.gz", truncated_gzip(), "not a complete gzip file"),
-    ("a.csv.gz", b"a,b\n", "not a complete gzip file"),
+    ("a.csv.gz", b"a,b\n", "is not what its name says, but no gzip file"),
     ("a.json", b'[{"a": 1},\n {"a": }]', "not valid JSON"),
     ("a.json", b'{"a": 1}\n{"a": 2}\n', "must be named .jsonl"),
     ("a.json", b'{"a": [], "b": []}', "with 2 lists"),

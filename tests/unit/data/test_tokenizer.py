@@ -125,6 +125,7 @@ def test_folder_without_a_tokenizer(tmp_path: Path, files: dict[str, str]) -> No
 
 
 BERT = {"tokenizer_config.json": '{"tokenizer_class": "BertTokenizer"}'}
+LFS = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 12345\n"
 GPT2 = {"tokenizer_config.json": '{"tokenizer_class": "GPT2Tokenizer"}'}
 
 
@@ -150,6 +151,9 @@ GPT2 = {"tokenizer_config.json": '{"tokenizer_class": "GPT2Tokenizer"}'}
             "tokenizer_config.json",
             "is not valid JSON",
         ),
+        ({"tokenizer.json": LFS}, "tokenizer.json", "is a Git LFS pointer"),
+        ({**BERT, "vocab.txt": LFS}, "vocab.txt", "is a Git LFS pointer"),  # else a vocabulary of three lines
+        ({"tokenizer.json": "<!DOCTYPE html><html>Sign in</html>"}, "tokenizer.json", "is a page of HTML"),
     ],
 )
 def test_a_broken_file_of_a_tokenizer_is_named(
@@ -161,7 +165,8 @@ def test_a_broken_file_of_a_tokenizer_is_named(
         load_tokenizer(str(tmp_path))
     assert f"the folder {tmp_path} holds no tokenizer that can be loaded: {file} {says}" in caught.value.what
     assert caught.value.where == str(tmp_path / file)
-    assert "save_pretrained" in str(caught.value.remedy)
+    hint = "git lfs pull" if says.endswith("pointer") else "download" if says.endswith("HTML") else "save_pretrained"
+    assert hint in str(caught.value.remedy)
 
 
 @pytest.mark.parametrize(("files", "vocabulary"), [(BERT, "vocab.txt"), (GPT2, "vocab.json")])

@@ -1,8 +1,10 @@
 """Pretrained weights: safetensors alone, exactly as they were saved, in fp32, once in memory."""
 
+import gzip
 import json
 import logging
 import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -100,6 +102,35 @@ def test_a_folder_without_a_model_is_refused(damage: str, tmp_path: Path) -> Non
     assert caught.value.where == "task.model"
     assert caught.value.remedy
     assert str(tmp_path) in caught.value.what
+
+
+LFS = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 12345\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("model.safetensors", LFS, "is a Git LFS pointer"),
+        ("model.safetensors", gzip.compress(b"weights"), "is a gzip file"),
+        ("model.safetensors", b"<html><body>Sign in</body></html>", "is a page of HTML"),
+        ("model.safetensors", pickle.dumps({"weight": 1}), "is a pickle"),
+        ("config.json", LFS, "is a Git LFS pointer"),
+        ("adapter_config.json", b"{}", "holds adapters"),
+    ],
+)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_file_of_a_model_that_is_something_else_is_named(
+    name: str, content: bytes, what: str, sharded: bool, tmp_path: Path
+) -> None:
+    saved = save(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    if name.startswith("adapter"):
+        (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError) as caught:
+        stored_tensors(str(tmp_path), saved) if sharded else load_pretrained(str(tmp_path))
+    assert what in caught.value.what
+    assert str(tmp_path) in caught.value.what
+    assert caught.value.where == "task.model"
 
 
 def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
