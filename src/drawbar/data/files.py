@@ -90,7 +90,7 @@ def check_contents(reader: Reader, key: str) -> None:
     Raises:
         UserError: a file holds something else.
     """
-    for path in reader.files:
+    for path in reader.checked_files:
         found = None
         with suppress(OSError):
             found = pointer(path) if reader.holds is None else _content(path)

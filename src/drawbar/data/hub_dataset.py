@@ -1,7 +1,7 @@
 """Datasets of the Hugging Face Hub, and folders in its layout, through `datasets`."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,6 @@ from drawbar.data.arrow import ROWS_AT_ONCE, ColumnarReader, Group
 from drawbar.data.class_labels import Feature
 from drawbar.errors import UserError
 from drawbar.runtime.hub import hub_answers
-from drawbar.util.file_content import pointer
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,20 @@ class HubDataset(ColumnarReader):
         folder = Path(self.dataset)
         found = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()] if self.is_folder else []
         return [folder / path for path in sorted(found) if not any(part.startswith(".") for part in path.parts)]
+
+    @property
+    def checked_files(self) -> list[Path]:
+        """Of a folder, what `datasets` would read of it: a pointer is text to it."""
+        import datasets
+
+        found: Any = {}
+        with suppress(Exception):  # `datasets` raises errors of many libraries; loading the folder will tell
+            found = (
+                datasets.load_dataset_builder(self.dataset, name=self.subset).config.data_files
+                if self.is_folder
+                else {}
+            )
+        return [Path(name) for names in (found or {}).values() for name in names]
 
     @property
     def is_folder(self) -> bool:
@@ -88,27 +101,9 @@ class HubDataset(ColumnarReader):
             raise UserError(error.what, where=self.key, remedy=error.remedy) from error
         try:
             with _offline(not online):
-                if self.is_folder:
-                    self._check_files()
                 return datasets.load_dataset(self.dataset, name=self.subset, split=self.split, streaming=self.streaming)
-        except UserError:
-            raise
         except Exception as error:  # `datasets` raises errors of many libraries
             raise self._unusable(error, online) from error
-
-    def _check_files(self) -> None:
-        """Raise UserError where one of the files that `datasets` would read is a pointer: text of it is text to it."""
-        import datasets
-
-        found = datasets.load_dataset_builder(self.dataset, name=self.subset).config.data_files or {}
-        for file in [Path(name) for names in found.values() for name in names]:
-            content = pointer(file)
-            if content is not None:
-                raise UserError(
-                    f"{file} is not what its name says, but {content.what}",
-                    where=str(file),
-                    remedy=content.remedy_for(file),
-                )
 
     def _unusable(self, error: Exception, online: bool) -> UserError:
         if isinstance(error, ConnectionError) and not online:

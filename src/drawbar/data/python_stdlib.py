@@ -30,6 +30,11 @@ class PythonStdlib(Reader):
         root = _root()
         return [root / path for path in _python_files(root) if _split_of(path) == self.split]
 
+    @property
+    def checked_files(self) -> list[Path]:
+        """None: Python has installed them."""
+        return []
+
     def settings(self) -> list[str]:
         return [*super().settings(), *(_relative(path) for path in self.files)]  # a record holds its path
 

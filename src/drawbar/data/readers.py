@@ -50,6 +50,11 @@ class Reader(ABC):
     def files(self) -> list[Path]:
         """Every file that is read."""
 
+    @property
+    def checked_files(self) -> list[Path]:
+        """The files whose first bytes are looked at before they are read."""
+        return self.files
+
     @abstractmethod
     def units(self) -> Iterator[RawRecord]:
         """All raw records, in the order of the file; each is valid until the next one is asked for.

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from drawbar.config.io.user_modules import cause
 from drawbar.data.class_labels import agreed_names
+from drawbar.data.files import check_contents
 from drawbar.data.hub_dataset import HubDataset
 from drawbar.data.nested import columns_of, old_name, value_at
 from drawbar.data.readers import BadRecord, RawRecord, Reader, Record
@@ -93,6 +94,7 @@ class SourceStream:
         self._limit = limit
         self._before = before
         self._skip_bad = skip_bad
+        self._checked = False
 
     def read(self, share: int = 0, shares: int = 1, first: int = 0) -> Iterator[LocatedRecord]:
         """The records of one share of the source, in constant memory: record i belongs to share ``i % shares``.
@@ -138,6 +140,7 @@ class SourceStream:
 
     def class_names(self, column: str) -> list[str] | None:
         """The names of a column's classes, in the order of their numbers, where all files with such names agree."""
+        self._check_contents()
         old, found = old_name(column, self._rename), []
         for reader in self._readers:
             with self._naming(reader):
@@ -234,7 +237,15 @@ class SourceStream:
             return self._limit
         return self._before._quota - self._before.count
 
+    def _check_contents(self) -> None:
+        """``check_contents`` of all files, when the first of them is read: a start from the cache opens none."""
+        if not self._checked:
+            for reader in self._readers:
+                check_contents(reader, self._key)
+            self._checked = True
+
     def _raw_records(self) -> Iterator[tuple[Reader, RawRecord]]:
+        self._check_contents()
         for reader in self._readers:
             raw = None
             with self._naming(reader):

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, overload
 
 from drawbar.config.schema.data_section import DataSection, SourceSection
 from drawbar.data.class_labels import agreed_names
-from drawbar.data.files import BUILT_IN_SOURCES, check_contents, find_files, find_text_file, is_empty, reader_of
+from drawbar.data.files import BUILT_IN_SOURCES, find_files, find_text_file, is_empty, reader_of
 from drawbar.data.hub_dataset import HubDataset
 from drawbar.data.python_stdlib import PYTHON_STDLIB, PythonStdlib
 from drawbar.data.readers import BadRecord, FileReader, Reader, ReadOptions, Record
@@ -172,9 +172,7 @@ def _readers(source: SourceSection, data: DataSection, *, split: str, key: str) 
     _check(source, key)
     if source.parallel is not None:
         paths = [find_text_file(path, f"{key}.parallel.{column}") for column, path in source.parallel.items()]
-        parallel = ParallelLines(tuple(source.parallel), tuple(paths))
-        check_contents(parallel, key)
-        return [parallel]
+        return [ParallelLines(tuple(source.parallel), tuple(paths))]
     if source.dataset is not None:
         streaming = data.streaming and split == "train"
         return [HubDataset(source.dataset, source.subset, source.split or split, streaming, key)]
@@ -193,7 +191,6 @@ def _readers(source: SourceSection, data: DataSection, *, split: str, key: str) 
             reader = reader_of(path, options, source.reader, key)
             if is_empty(path):
                 raise reader.empty()
-            check_contents(reader, key)
             readers.append(reader)
     has_tables = any(isinstance(reader, FileReader) and reader.takes_columns for reader in readers)
     if source.columns is not None and not has_tables:

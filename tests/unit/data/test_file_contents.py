@@ -101,9 +101,9 @@ def opened(path: Path | SourceSection, **settings: Any) -> Records:
 
 
 def refused(path: Path | SourceSection, **settings: Any) -> UserError:
-    """What is said before any record is asked for."""
+    """What is said when a record is asked for."""
     with pytest.raises(UserError) as caught:
-        opened(path, **settings)
+        next(iter(opened(path, **settings)))
     return caught.value
 
 
@@ -147,6 +147,14 @@ def test_what_a_file_holds_is_named_with_what_to_do(
     error = refused(tmp_path / name)
     assert f"{name} is not what its name says, but {what}" in error.what
     assert remedy in str(error.remedy)
+
+
+def test_a_file_far_behind_is_named_before_the_first_record_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n")
+    (tmp_path / "b.txt").write_bytes(LFS)
+    (stream,) = open_records(DataSection(train=f"{tmp_path}/*.txt"), "train").streams
+    with pytest.raises(UserError, match="is not what its name says"):
+        next(stream.read())
 
 
 def test_a_renamed_file_is_read(tmp_path: Path) -> None:
