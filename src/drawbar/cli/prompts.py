@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from drawbar.config.schema.data_section import DataSection
+from drawbar.config.schema.task_sections import TEMPLATE_COLUMNS
 from drawbar.data.nested import old_name, value_at
 from drawbar.data.sources import Record, open_records
 from drawbar.errors import UserError
@@ -29,8 +30,12 @@ def read_prompts(path: str, messages_column: str | None, rename: Mapping[str, st
     for number, record in enumerate(records):
         messages = _value(record, messages_column, rename) if messages_column is not None else None
         texts = (_value(record, column, rename) for column in ("prompt", "text"))
-        prompt = messages if isinstance(messages, list) else next((text for text in texts if text is not None), None)
-        if not isinstance(prompt, str | list):
+        prompt = next((text for text in texts if text is not None), None)
+        if isinstance(messages, list):
+            options = ((name, _value(record, name, rename)) for name in TEMPLATE_COLUMNS)
+            given = {name: value for name, value in options if value is not None}
+            prompt = {"messages": messages, **given} if given else messages
+        if not isinstance(prompt, str | list | dict):
             of_chat = f' or {{"{messages_column}": [{{"role": "user", "content": …}}]}}' if messages_column else ""
             raise UserError(
                 "the record has no prompt",
@@ -64,14 +69,17 @@ def default_prompts(is_chat: bool) -> "list[Prompt]":
     return [""]
 
 
-def as_messages(prompt: "Prompt") -> list[dict[str, Any]]:
-    """A prompt for a chat model: a JSON list of messages as it is, and any other text as what the user says."""
-    if isinstance(prompt, list):
+def as_messages(prompt: "Prompt") -> "Prompt":
+    """A prompt for a chat model: messages as JSON (a list, or an object of ``messages`` and ``tools``, say) as they
+    are, and any other text as what the user says."""
+    if not isinstance(prompt, str):
         return prompt
     try:
         found = json.loads(prompt)
     except ValueError:
         found = None
+    if isinstance(found, dict) and isinstance(found.get("messages"), list):
+        return found
     if isinstance(found, list) and found and all(isinstance(message, dict) for message in found):
         return found
     return [{"role": "user", "content": prompt}]

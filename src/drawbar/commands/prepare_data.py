@@ -1,6 +1,7 @@
 """Encode a run's data before training, and print statistics of it."""
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import get_args
 
@@ -22,7 +23,7 @@ from drawbar.tasks.user_methods import check_signatures
 from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.histogram import print_histogram
 from drawbar.tracking.table import print_table
-from drawbar.train.batches import load_split, order_and_rows, train_micro_batch
+from drawbar.train.batches import FIRST_RECORDS, load_split, log_unread_columns, order_and_rows, train_micro_batch
 from drawbar.train.initial_model import temporary_initial_model
 from drawbar.train.setup import build_task
 from drawbar.train.validation_share import warn_of_share
@@ -84,6 +85,8 @@ def _splits(config: RunConfig, console: Console) -> list[str]:
 
 def _load(task: Task, name: str, config: RunConfig, world: Distributed, console: Console) -> Split:
     split = load_split(task, name, config, world, console)
+    if name == "train":
+        log_unread_columns(task, islice(split.records, FIRST_RECORDS))
     if not split.kept:
         logger.warning(
             "%s is not cached, and every run encodes it anew: the content of the task's code, its tokenizer or its "

@@ -103,7 +103,8 @@ class TrainedRun:
         return self._ask(task, task.probabilities, records)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[str]:
-        """The text that the model writes after each prompt. A prompt is a text, or the messages of a chat.
+        """The text that the model writes after each prompt. A prompt is a text, the messages of a chat, or a dict of
+        ``messages`` and what else the chat template gets, such as ``tools``.
 
         Args:
             sampling: ``max_new_tokens``, ``temperature`` (0 is greedy), ``top_k``, ``top_p`` and ``beams``.
@@ -111,7 +112,7 @@ class TrainedRun:
         Raises:
             UserError: the model writes no text.
         """
-        is_one = isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(one, dict) for one in prompts))
+        is_one = isinstance(prompts, str | dict) or (len(prompts) > 0 and all(map(_is_message, prompts)))
         asked: list[Any] = [prompts] if is_one else list(prompts)
         return generate_text(self._engine, self.tokenizer, asked, Sampling(**sampling))
 
@@ -157,3 +158,7 @@ class TrainedRun:
         """How a split is batched, and augmented."""
         has_tokens = "input_ids" in split.samples.fields
         return eval_micro_batch(self.config, has_tokens), make_augment(self.task, self.config, train=False)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and "messages" not in value

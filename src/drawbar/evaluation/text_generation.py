@@ -11,6 +11,7 @@ from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 from drawbar.tasks.chat import chat_prompt
 from drawbar.tasks.generation import continuations, generation_options, tokens_left
+from drawbar.tasks.messages import as_chat
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,9 @@ class Sampling:
 PROMPTS_TOGETHER = 32
 """How many prompts are continued at once: so a file with any number of prompts fits into memory."""
 
-Prompt = str | list[dict[str, Any]]
-"""The beginning of a document (empty: its very beginning), or the messages of a chat, by its chat template."""
+Prompt = str | list[dict[str, Any]] | dict[str, Any]
+"""The beginning of a document (empty: its very beginning), or a chat, by its chat template: its messages, or a dict of
+``messages`` and what else the template gets, such as ``tools``."""
 
 
 def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sampling: Sampling) -> list[str]:
@@ -60,9 +62,7 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sam
             remedy="`drawbar predict` writes its text for each record of a file, in Python `predict` does",
         )
     engine.check_writes_text()
-    encoded = [
-        _tokens(tokenizer, prompt) if isinstance(prompt, str) else chat_prompt(tokenizer, prompt) for prompt in prompts
-    ]
+    encoded = [_tokens(tokenizer, prompt) for prompt in prompts]
     if [] in encoded:
         raise UserError(
             f"prompt {encoded.index([]) + 1} has no tokens, and the tokenizer has none that begins a text",
@@ -97,6 +97,9 @@ def _check_prompt_lengths(prompts: list[list[int]], positions: int, sampling: Sa
         )
 
 
-def _tokens(tokenizer: Any, text: str) -> list[int]:
+def _tokens(tokenizer: Any, prompt: Prompt) -> list[int]:
+    if not isinstance(prompt, str):
+        record = {"messages": prompt} if isinstance(prompt, list) else prompt
+        return chat_prompt(tokenizer, as_chat(record, record["messages"]))
     before, _ = special_tokens_around(tokenizer)
-    return [*before, *tokenizer(text, add_special_tokens=False)["input_ids"]] or begin_tokens(tokenizer)
+    return [*before, *tokenizer(prompt, add_special_tokens=False)["input_ids"]] or begin_tokens(tokenizer)

@@ -19,8 +19,9 @@ from drawbar.models.heads import pads_on_the_left
 from drawbar.parallel.styles import cross_entropy_sum
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
-from drawbar.tasks.chat import ChatFormat, chat_prompt, check_message, message_text, read_template
+from drawbar.tasks.chat import ChatFormat, chat_prompt, parts_written, read_template
 from drawbar.tasks.generation import continuations, stop_with
+from drawbar.tasks.messages import Chat, as_chat, check_message, message_text
 from drawbar.tasks.pretrained import PretrainedTask, mean_and_perplexity
 from drawbar.tasks.task import require
 from drawbar.tasks.task_context import TaskContext
@@ -130,6 +131,18 @@ class CausalLM(PretrainedTask):
         windows = split_tokens(np.asarray(tokens, dtype=np.int32), self.data.sequence_length)
         return [{"input_ids": window, "labels": window} for window in windows]
 
+    def parts_read(self, record: dict[str, Any]) -> dict[str, bool]:
+        """Also of the messages, and of what else the chat template gets: whether it writes them."""
+        found = super().parts_read(record)
+        if self.config.messages_column is None:
+            return found
+        chat = self._chat_of(record)
+        written = parts_written(self.tokenizer, chat)
+        return found | {
+            key if key in chat.options else f"{self.config.messages_column}.{key}": is_written
+            for key, is_written in written.items()
+        }
+
     def _conversation(self, record: dict[str, Any]) -> list[Sample] | None:
         chats = self.config.messages_column is not None
         tokens, labels = self._chat(record) if chats else self._completion(record)
@@ -144,10 +157,10 @@ class CausalLM(PretrainedTask):
         return [{"input_ids": tokens[:limit], "labels": labels[:limit], **truncated}]
 
     def _chat(self, record: dict[str, Any]) -> tuple[list[int], list[int]]:
-        messages = self._messages(record)
+        chat = self._chat_of(record)
         if self.has_labels:
-            return self.chat_format.encode(messages, self.config.answers)
-        tokens = chat_prompt(self.tokenizer, messages)
+            return self.chat_format.encode(chat, self.config.answers)
+        tokens = chat_prompt(self.tokenizer, chat)
         return tokens, [IGNORED_LABEL] * len(tokens)
 
     def _completion(self, record: dict[str, Any]) -> tuple[list[int], list[int]]:
@@ -168,9 +181,9 @@ class CausalLM(PretrainedTask):
         """The tokenizer's chat template."""
         return ChatFormat(self.tokenizer)
 
-    def _messages(self, record: dict[str, Any]) -> list[Any]:
+    def _chat_of(self, record: dict[str, Any]) -> Chat:
         assert self.config.messages_column is not None
-        return require(record, self.config.messages_column, "task.messages_column", list)
+        return as_chat(record, require(record, self.config.messages_column, "task.messages_column", list))
 
     def _tokens(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -178,7 +191,7 @@ class CausalLM(PretrainedTask):
     def _prompt(self, record: dict[str, Any]) -> str:
         config = self.config
         assert config.prompt_column is not None
-        if list(record) == [config.text_column] != [config.prompt_column]:
+        if len(record) == 1 and config.text_column in record and config.text_column != config.prompt_column:
             raise UserError(
                 f"the record has no {config.prompt_column!r}: it is a text without a prompt",
                 remedy="to train on plain texts, set task.prompt_column and task.completion_column to null; to train "
@@ -192,7 +205,7 @@ class CausalLM(PretrainedTask):
     def texts(self, record: dict[str, Any]) -> list[str]:
         config = self.config
         if config.messages_column is not None:
-            return [message_text(check_message(message)) for message in self._messages(record)]
+            return [message_text(check_message(message)) for message in self._chat_of(record).messages]
         if config.prompt_column is None or config.completion_column is None:
             return [self._text(record)]
         return [
@@ -239,7 +252,7 @@ class CausalLM(PretrainedTask):
 
     def references(self, records: list[dict[str, Any]]) -> list[Any]:
         if self.config.messages_column is not None:
-            return [self.chat_format.last_answer(self._messages(record)) for record in records]
+            return [self.chat_format.last_answer(self._chat_of(record)) for record in records]
         assert self.config.completion_column is not None
         return [require(record, self.config.completion_column, "task.completion_column") for record in records]
 

@@ -1,7 +1,9 @@
 """Chats as tokens by the tokenizer's own chat template: rendered once, tokenized once, and the answers found in it."""
 
+import json
 import re
-from functools import cached_property
+from collections.abc import Mapping
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -13,17 +15,17 @@ from numpy.typing import NDArray
 from drawbar.config.schema.section import expand_path
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.errors import UserError
+from drawbar.tasks.messages import DOCUMENTS, TOOLS, Chat, Message, check_message
 from drawbar.tasks.turns import TURN_KEY, mark_turns, split_turns
 from drawbar.util.file_content import pointer
 
-Message = dict[str, Any]
 Span = tuple[int, int]
 """Half-open range ``[start, stop)`` of characters or of tokens."""
 
 QUESTION: Message = {"role": "user", "content": "1 + 1?"}
 ANSWER: Message = {"role": "assistant", "content": "2"}
-SPEAKERS = ("system", "developer", "user", "assistant")
-"""Roles of which the content is text. What others say, such as a tool, may be any value."""
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
+"""What a key of a message may hold, and say nothing."""
 _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 
@@ -50,10 +52,10 @@ class ChatFormat:
         self.tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
         self.special = {number for number, token in added.items() if token.special} | set(tokenizer.all_special_ids)
-        self.annotated = _GENERATION.search(tokenizer.get_chat_template()) is not None
+        self._headers: dict[str, list[int]] = {}
         try:
             self._check_writes_texts()
-            self.header = [] if self.annotated else self._header()
+            self._header({})
             self.stop_tokens = self._stop_tokens()
         except UserError as error:
             raise UserError(
@@ -63,12 +65,7 @@ class ChatFormat:
                 "assistant says",
             ) from error
 
-    @cached_property
-    def marked(self) -> str:
-        """The template with marks between messages."""
-        return mark_turns(self.tokenizer.get_chat_template())
-
-    def encode(self, messages: list[Any], answers: Literal["all", "last"]) -> tuple[list[int], list[int]]:
+    def encode(self, chat: Chat, answers: Literal["all", "last"]) -> tuple[list[int], list[int]]:
         """A chat as tokens and labels; the tokens are those of ``apply_chat_template``.
 
         Where the template writes no end token after the last answer, the tokenizer's is added: nobody could learn to
@@ -77,12 +74,12 @@ class ChatFormat:
         Raises:
             UserError: an item is no message, none is the assistant's, or the template refuses them.
         """
-        messages = [check_message(message) for message in messages]
+        messages = [check_message(message) for message in chat.messages]
         if not any(message["role"] == "assistant" for message in messages):
             raise UserError(
                 "the chat has no message of the assistant", remedy='each needs one: {"role": "assistant", "content": …}'
             )
-        tokens, spans = self._answers(messages)
+        tokens, spans = self._answers(Chat(messages, chat.options))
         end = self.tokenizer.eos_token_id
         if end is not None and spans and spans[-1][1] == len(tokens) and not self._ended(tokens, spans[-1]):
             tokens.append(end)
@@ -92,22 +89,22 @@ class ChatFormat:
             labels[start:stop] = tokens[start:stop]
         return tokens, labels
 
-    def last_answer(self, messages: list[Any]) -> str:
+    def last_answer(self, chat: Chat) -> str:
         """The last assistant message as the template renders it, to compare with what the model generates."""
-        _, labels = self.encode(messages, "last")
+        _, labels = self.encode(chat, "last")
         return self.tokenizer.decode([label for label in labels if label != IGNORED_LABEL], skip_special_tokens=True)
 
     def _stop_tokens(self) -> list[int]:
         """The ids of the tokens with which a model trained on these answers ends its text."""
-        tokens, spans = self._answers([QUESTION, ANSWER])
+        tokens, spans = self._answers(Chat([QUESTION, ANSWER]))
         if spans and not self._ended(tokens, spans[-1]):  # then the mark of who speaks next is the end
-            tokens, spans = self._answers([QUESTION, ANSWER, QUESTION])
+            tokens, spans = self._answers(Chat([QUESTION, ANSWER, QUESTION]))
         ends = {tokens[stop - 1] for _, stop in spans}
         return sorted((ends | {self.tokenizer.eos_token_id}) & self.special)
 
-    def _answers(self, messages: list[Message]) -> tuple[list[int], list[Span]]:
+    def _answers(self, chat: Chat) -> tuple[list[int], list[Span]]:
         """The chat's tokens, and which of them the assistant writes, end tokens included."""
-        tokens, spans = self._by_generation(messages) if self.annotated else self._by_turns(messages)
+        tokens, spans = self._by_generation(chat) if _is_annotated(self._template(chat)) else self._by_turns(chat)
         return tokens, [self._with_next_mark(tokens, span) for span in spans]
 
     def _ended(self, tokens: list[int], span: Span) -> bool:
@@ -118,46 +115,42 @@ class ChatFormat:
         followed = span[1] < len(tokens) and tokens[span[1]] in self.special
         return (span[0], span[1] + 1) if followed and not self._ended(tokens, span) else span
 
-    def _by_generation(self, messages: list[Message]) -> tuple[list[int], list[Span]]:
+    def _template(self, chat: Chat) -> str:
+        """The template that writes this chat: a tokenizer may have one of its own for chats with tools."""
+        return self.tokenizer.get_chat_template(tools=chat.options.get(TOOLS))
+
+    def _by_generation(self, chat: Chat) -> tuple[list[int], list[Span]]:
         options = {"return_dict": True, "tokenizer_kwargs": {"return_offsets_mapping": True, "verbose": False}}
-        found = apply_template(self.tokenizer, messages, return_assistant_tokens_mask=True, **options)
+        found = apply_template(self.tokenizer, chat, return_assistant_tokens_mask=True, **options)
         tokens, mask, offsets = list(found["input_ids"]), list(found["assistant_masks"]), found["offset_mapping"]
         for place in range(1, len(mask)):  # transformers omits later tokens of an answer's last character, if any
             mask[place] |= mask[place - 1] and offsets[place] == offsets[place - 1]
         edges = np.flatnonzero(np.diff([0, *mask, 0])).tolist()
         return tokens, list(zip(edges[::2], edges[1::2], strict=True))
 
-    def _by_turns(self, messages: list[Message]) -> tuple[list[int], list[Span]]:
-        text = apply_template(self.tokenizer, messages, tokenize=False)
+    def _by_turns(self, chat: Chat) -> tuple[list[int], list[Span]]:
+        text = apply_template(self.tokenizer, chat, tokenize=False)
         tokens, offsets = self._tokenize(text)
-        turns = self._turns(messages, text)
-        of_assistant = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        return tokens, [self._answer(text, tokens, offsets, turns[number]) for number in of_assistant]
+        turns, header = self._turns(chat, text), self._header(chat.options)
+        of_assistant = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        return tokens, [self._answer(text, tokens, offsets, turns[number], header) for number in of_assistant]
 
-    def _answer(self, text: str, tokens: list[int], offsets: NDArray[np.int64], turn: Span) -> Span:
+    def _answer(self, text: str, tokens: list[int], offsets: NDArray[np.int64], turn: Span, header: list[int]) -> Span:
         """The span of tokens that the assistant writes within its turn (a span of characters)."""
         start, stop = overlapping(offsets, turn)
-        start += self._header_length(tokens[start:stop])
+        start += _header_length(tokens[start:stop], header)
         last = next((place for place in reversed(range(start, stop)) if tokens[place] in self.special), None)
         if last is not None and not text[offsets[last, 1] : turn[1]].strip():
             stop = last + 1  # no model is asked for the white space behind its end token
         return start, stop
 
-    def _header_length(self, turn: list[int]) -> int:
-        """Tokens of an assistant's turn up to the end of its header."""
-        size = len(self.header)
-        for before in range(len(turn) - size + 1):  # a begin token, say, may come first
-            if turn[before : before + size] == self.header:
-                return before + size
-        # the header may contain an empty thinking block, which the template omits in earlier turns
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(turn, self.header, strict=False)))
-
-    def _turns(self, messages: list[Message], text: str) -> dict[int, Span]:
+    def _turns(self, chat: Chat, text: str) -> dict[int, Span]:
         """The characters of each message in the text that the template makes of them."""
-        numbered = [{**message, TURN_KEY: str(number)} for number, message in enumerate(messages)]
-        marked = apply_template(self.tokenizer, numbered, tokenize=False, chat_template=self.marked)
+        numbered = [{**message, TURN_KEY: str(number)} for number, message in enumerate(chat.messages)]
+        template = _marked(self._template(chat))
+        marked = apply_template(self.tokenizer, Chat(numbered, chat.options), tokenize=False, chat_template=template)
         without_marks, turns = split_turns(marked)
-        answers = {number for number, message in enumerate(messages) if message["role"] == "assistant"}
+        answers = {number for number, message in enumerate(chat.messages) if message["role"] == "assistant"}
         if without_marks != text or not turns.keys() >= answers:
             raise UserError(
                 "the chat template does not write every message in a loop over them, so no answer can be found",
@@ -168,18 +161,30 @@ class ChatFormat:
 
     def _check_writes_texts(self) -> None:
         """Refuse a template that writes only contents in parts, as those of some models for images do."""
-        if QUESTION["content"] not in apply_template(self.tokenizer, [QUESTION, ANSWER], tokenize=False):
+        if QUESTION["content"] not in apply_template(self.tokenizer, Chat([QUESTION, ANSWER]), tokenize=False):
             raise UserError(
                 "it leaves out a message whose content is a text",
                 remedy="set task.chat_template to one that writes message.content",
             )
 
-    def _header(self) -> list[int]:
-        """The tokens that ask for an answer, such as ``<|im_start|>assistant\\n``."""
-        chat = [QUESTION, ANSWER]
+    def _header(self, options: Mapping[str, Any]) -> list[int]:
+        """The tokens that ask for an answer, such as ``<|im_start|>assistant\\n``; none in an annotated template.
+
+        Arguments of the template may change them (``enable_thinking``); tools and documents, which each record has of
+        its own, do not.
+        """
+        own = {name: value for name, value in options.items() if name not in (TOOLS, DOCUMENTS)}
+        key = json.dumps(own, sort_keys=True, default=str)
+        if key not in self._headers:
+            chat = Chat([QUESTION, ANSWER], own)
+            self._headers[key] = [] if _is_annotated(self._template(chat)) else self._find_header(chat)
+        return self._headers[key]
+
+    def _find_header(self, chat: Chat) -> list[int]:
         text = apply_template(self.tokenizer, chat, tokenize=False)
         begin, _ = self._turns(chat, text)[1]
-        asked = apply_template(self.tokenizer, [QUESTION], tokenize=False, add_generation_prompt=True)
+        question = Chat(chat.messages[:1], chat.options)
+        asked = apply_template(self.tokenizer, question, tokenize=False, add_generation_prompt=True)
         if asked[:begin] != text[:begin]:
             raise UserError(
                 "it writes the question differently once it has an answer",
@@ -194,60 +199,67 @@ class ChatFormat:
         return found["input_ids"], np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2)
 
 
+@cache
+def _is_annotated(template: str) -> bool:
+    """Whether a template says itself what the assistant writes."""
+    return _GENERATION.search(template) is not None
+
+
+@cache
+def _marked(template: str) -> str:
+    """The template with marks between messages."""
+    return mark_turns(template)
+
+
+def _header_length(turn: list[int], header: list[int]) -> int:
+    """Tokens of an assistant's turn up to the end of its header."""
+    size = len(header)
+    for before in range(len(turn) - size + 1):  # a begin token, say, may come first
+        if turn[before : before + size] == header:
+            return before + size
+    # the header may contain an empty thinking block, which the template omits in earlier turns
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(turn, header, strict=False)))
+
+
 def overlapping(offsets: NDArray[np.int64], span: Span) -> Span:
     """The tokens that share characters with the span."""
     before = int((offsets[:, 1] <= span[0]).sum())
     return before, max(before, int((offsets[:, 0] < span[1]).sum()))
 
 
-def chat_prompt(tokenizer: Any, messages: list[Any]) -> list[int]:
+def chat_prompt(tokenizer: Any, chat: Chat) -> list[int]:
     """The tokens of a chat to be answered, with the header that asks for an answer. A last answer is left out.
 
     Raises:
         UserError: there is no template, an item is no message, or the template refuses them.
     """
     check_template(tokenizer)
-    asked = [check_message(message) for message in messages]
+    asked = [check_message(message) for message in chat.messages]
     if asked and asked[-1]["role"] == "assistant":
         asked.pop()
     if not asked:
         raise UserError("the chat has no message to answer", remedy='begin with {"role": "user", "content": …}')
-    return list(apply_template(tokenizer, asked, return_dict=True, add_generation_prompt=True)["input_ids"])
+    options = {"return_dict": True, "add_generation_prompt": True}
+    return list(apply_template(tokenizer, Chat(asked, chat.options), **options)["input_ids"])
 
 
-def check_message(message: Any) -> Message:
-    """The message, where it is one; a content in parts (``[{"type": "text", "text": …}]``) becomes one text.
+def parts_written(tokenizer: Any, chat: Chat) -> dict[str, bool]:
+    """Whether the template writes something else without a key of the messages, for each besides role and content; and
+    whether it names each option."""
+    template = tokenizer.get_chat_template(tools=chat.options.get(TOOLS))
+    messages = [check_message(message) for message in chat.messages]
 
-    Raises:
-        UserError: it does not say who speaks, or what; or a part of its content is no text.
-    """
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise UserError(f"{str(message)[:60]!r} is no message", remedy='write {"role": …, "content": …}')
-    content = message.get("content")
-    if content is None and not message.get("tool_calls"):
-        raise UserError(f"a message of the {message['role']} has no content", remedy="mend the record")
-    if not isinstance(content, list):
-        return message
-    other = next((part for part in content if not _is_text_part(part)), None)
-    if other is None:
-        return {**message, "content": "".join(part["text"] for part in content)}
-    if message["role"] not in SPEAKERS:  # such as what a tool returns: a list of any values, which the template writes
-        return message
-    kind = other.get("type") if isinstance(other, dict) else None
-    raise UserError(
-        f"a message of the {message['role']} has a part that is no text: {kind or str(other)[:60]!r}",
-        remedy='give the content as one text, or in parts such as {"type": "text", "text": …}; images are not read',
-    )
+    def written(left_out: str | None) -> str | None:
+        kept = [{key: value for key, value in message.items() if key != left_out} for message in messages]
+        try:
+            return apply_template(tokenizer, Chat(kept, chat.options), tokenize=False)
+        except UserError:
+            return None
 
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
-
-
-def message_text(message: Message) -> str:
-    """What a checked message says; a call of a tool says nothing."""
-    content = message.get("content")
-    return content if isinstance(content, str) else ""
+    whole = written(None)
+    used = dict.fromkeys(key for message in messages for key, value in message.items() if value not in _NOTHING)
+    found = {key: written(key) != whole for key in used if key not in ("role", "content")}
+    return found | {option: re.search(rf"\b{re.escape(option)}\b", template) is not None for option in chat.options}
 
 
 def check_template(tokenizer: Any) -> None:
@@ -283,10 +295,10 @@ def read_template(setting: str) -> str:
         ) from error
 
 
-def apply_template(tokenizer: Any, messages: list[Message], **options: Any) -> Any:
+def apply_template(tokenizer: Any, chat: Chat, **options: Any) -> Any:
     """transformers' ``apply_chat_template``; whatever the template raises is an error of the record."""
     try:
-        return tokenizer.apply_chat_template(messages, **options)
+        return tokenizer.apply_chat_template(chat.messages, **chat.options, **options)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(
             f"line {error.lineno} of the chat template: {error.message}",

@@ -32,6 +32,7 @@ from drawbar.tasks.old_names import (
     renamed_attribute,
 )
 from drawbar.tasks.task_context import TaskContext
+from drawbar.tasks.watched_record import WatchedRecord
 
 T = TypeVar("T")
 
@@ -153,6 +154,13 @@ class Task:
         options, ``data.sequence_length``, tokenizer, ``dataset_metadata`` and ``encoding_files``: the result is kept.
         """
         return record
+
+    def parts_read(self, record: dict[str, Any]) -> dict[str, bool]:
+        """Whether ``encode`` reads each column of a record, for the log: what is not read is named once."""
+        watched = WatchedRecord(record)
+        samples = self.encode(watched, train=True)
+        whole = any(sample is watched for sample in (samples if isinstance(samples, list) else [samples]))
+        return {column: whole or column in watched.read for column in record}
 
     def encoding_files(self) -> Iterable[str | Path]:
         """The files that ``encode`` reads besides the data and its own code, a word list, say.

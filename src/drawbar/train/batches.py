@@ -116,7 +116,10 @@ def first_samples(opened: OpenedSplit, task: Task, config: RunConfig, world: Dis
         while piece := list(islice(numbered, FIRST_RECORDS)):  # files are read only as far as these records
             with suppress(NoSamples):
                 samples = encode_in_memory(_read_again(piece), encode, on_bad_record=on_bad_record)
-                return Split(opened.name, [one.record for one in piece], samples)
+                records = [one.record for one in piece]
+                if opened.name == "train":
+                    log_unread_columns(task, records)
+                return Split(opened.name, records, samples)
         try:
             samples = encode_in_memory(_reading(opened), encode, on_bad_record=on_bad_record)
         except NoSamples as error:
@@ -127,6 +130,18 @@ def first_samples(opened: OpenedSplit, task: Task, config: RunConfig, world: Dis
                 raise NoSamples(what, where=error.where, remedy=remedy) from error
             raise
         return Split(opened.name, opened.records, samples)
+
+
+def log_unread_columns(task: Task, records: Iterable[Record]) -> None:
+    """Log which columns of these records the task does not read: who believes one in use learns that it is not."""
+    read: dict[str, bool] = {}
+    for record in records:
+        with suppress(Exception):  # a bad record, or code that wants a plain dict: no reason to end a run
+            for column, is_read in task.parts_read(record).items():
+                read[column] = is_read or read.get(column, False)
+    unread = [column for column, is_read in read.items() if not is_read]
+    if unread:
+        logger.info("train: columns that the task does not read: %s", ", ".join(unread))
 
 
 def load_data(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from drawbar.cli.prompts import read_prompts
+from drawbar.cli.prompts import as_messages, read_prompts
 from drawbar.errors import UserError
 
 CHAT = [{"role": "user", "content": "is it far?"}]
@@ -23,6 +23,8 @@ CHAT = [{"role": "user", "content": "is it far?"}]
         ({"prompt": "go on", "text": "not on"}, "messages", {"messages": "conversation"}, "go on"),
         ({"sentence": "go on"}, None, {"text": "sentence"}, "go on"),
         ({"prompt": None, "text": "go on"}, None, {}, "go on"),
+        ({"messages": CHAT, "tools": [], "id": 1}, "messages", {}, {"messages": CHAT, "tools": []}),
+        ({"talk": CHAT, "schemas": "[]"}, "talk", {"tools": "schemas"}, {"messages": CHAT, "tools": "[]"}),
     ],
 )
 def test_columns_have_the_names_of_training(
@@ -36,3 +38,9 @@ def test_a_record_without_a_prompt_is_named(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"chat": {"de": []}}\n')
     with pytest.raises(UserError, match=r"no prompt[\s\S]*prompts.jsonl:2[\s\S]*chat.en"):
         read_prompts(str(tmp_path / "prompts.jsonl"), "chat.en", {})
+
+
+def test_a_prompt_may_be_a_chat_with_its_tools() -> None:
+    chat = {"messages": CHAT, "tools": []}
+    assert as_messages(chat) == as_messages(json.dumps(chat)) == chat
+    assert as_messages('{"tools": []}') == [{"role": "user", "content": '{"tools": []}'}]

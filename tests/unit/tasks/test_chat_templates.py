@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from drawbar.data.dataset import encode_records
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
-from drawbar.tasks.chat import ChatFormat, chat_prompt, check_message, message_text
+from drawbar.tasks.chat import ChatFormat, chat_prompt, parts_written
+from drawbar.tasks.messages import Chat, as_chat, check_message, message_text
 
 TEXTS = ["Is it far? It is not far. The assistant says: user, how far is it? 1 + 1 is 2."] * 9
 
@@ -265,8 +266,8 @@ def targets(labels: list[int]) -> list[int]:
 def test_tokens_and_targets_are_those_of_transformers(name: str, messages: list[dict[str, Any]]) -> None:
     family = FAMILIES[name]
     expected = family.annotated().apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    by_generation = ChatFormat(family.tokenizer).encode(messages, "all")
-    by_turns = ChatFormat(family.plain()).encode(messages, "all")
+    by_generation = ChatFormat(family.tokenizer).encode(Chat(messages), "all")
+    by_turns = ChatFormat(family.plain()).encode(Chat(messages), "all")
     assert by_turns[0] == expected["input_ids"]
     assert targets(by_turns[1]) == expected["assistant_masks"]
     assert by_generation == by_turns
@@ -279,10 +280,10 @@ def test_a_prompt_is_what_comes_before_the_last_answer(name: str) -> None:
     """What an evaluation goes on from, a prediction, and whoever uses the model with transformers: the same tokens."""
     tokenizer = FAMILIES[name].plain()
     messages = CHATS["several"]
-    tokens, labels = ChatFormat(tokenizer).encode(messages, "last")
+    tokens, labels = ChatFormat(tokenizer).encode(Chat(messages), "last")
     expected = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert tokens[: targets(labels).index(1)] == expected
-    assert chat_prompt(tokenizer, messages) == chat_prompt(tokenizer, messages[:-1]) == expected
+    assert chat_prompt(tokenizer, Chat(messages)) == chat_prompt(tokenizer, Chat(messages[:-1])) == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -307,14 +308,14 @@ def test_the_mark_of_who_speaks_next_ends_an_answer_that_nothing_else_ends() -> 
     tokens, mask = expected["input_ids"], expected["assistant_masks"]
     for tokenizer in (family.tokenizer, family.plain()):
         chat_format = ChatFormat(tokenizer)
-        found, labels = chat_format.encode(messages, "all")
+        found, labels = chat_format.encode(Chat(messages), "all")
         assert found == [*tokens, tokenizer.eos_token_id]
         after = [place for place in range(1, len(mask)) if mask[place - 1] > mask[place]]
         assert tokenizer.convert_ids_to_tokens([tokens[place] for place in after]) == ["<|user|>", "<|observation|>"]
         assert targets(labels) == [int(place in after or bool(value)) for place, value in enumerate([*mask, 1])]
         assert chat_format.stop_tokens == sorted(tokenizer.convert_tokens_to_ids(["<|user|>", "<|endoftext|>"]))
         # transformers' mask ends within the last letter where that is several tokens
-        _, labels = chat_format.encode([user("far?"), assistant("Far 🚂"), user("?"), assistant("ü")], "all")
+        _, labels = chat_format.encode(Chat([user("far?"), assistant("Far 🚂"), user("?"), assistant("ü")]), "all")
         assert learned(tokenizer, labels) == ["\nFar 🚂<|user|>", "\nü<|endoftext|>"]
 
 
@@ -325,7 +326,7 @@ def test_a_thought_that_the_prompt_begins_is_no_target() -> None:
     before, header, after = tokenizer.chat_template.rpartition("assistant\n")
     tokenizer.chat_template = f"{before}{header}<think>\n{after}"
     messages = CHATS["thoughts"]
-    tokens, labels = ChatFormat(tokenizer).encode(messages, "all")
+    tokens, labels = ChatFormat(tokenizer).encode(Chat(messages), "all")
     assert learned(tokenizer, labels) == ["No.<|im_end|>", "is\n</think>\n\n2<|im_end|>"]
     assert tokenizer.decode(tokens).count("<|im_start|>assistant\n<think>\n") == 1
 
@@ -340,11 +341,134 @@ def test_calls_of_tools_are_answers_and_what_tools_say_is_not() -> None:
     tokenizer = FAMILIES["qwen2.5"].plain()
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
     messages = [user("1 + 1?"), call, {"role": "tool", "content": "2"}, assistant("It is 2.")]
-    _, labels = ChatFormat(tokenizer).encode(messages, "all")
+    _, labels = ChatFormat(tokenizer).encode(Chat(messages), "all")
     assert learned(tokenizer, labels) == [
         '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
         "It is 2.<|im_end|>",
     ]
+
+
+WITH_TOOLS = """
+{%- macro parameters(tool) %}
+    {%- for name, value in tool.function.parameters.properties.items() %}
+        {{- name + ': ' + value.type }}{% if not loop.last %}{{- ', ' }}{% endif %}
+    {%- endfor %}
+{%- endmacro %}
+{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- for tool in tools %}
+        {{- tool.function.name + '(' + parameters(tool) + ') ' + (tool | tojson) + '\n' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endif %}
+{%- for document in documents or [] %}{{- document.title + ': ' + document.text + '\n' }}{%- endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {%- if message.role == 'assistant' and enable_thinking is defined and not enable_thinking and loop.last %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}⟦
+    {%- if message.content %}{{- message.content }}{%- endif %}
+    {%- for call in message.tool_calls or [] %}{{- '<tool_call>' + (call.function | tojson) }}{%- endfor %}
+    {{- '<|im_end|>' }}⟧{{- '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
+{%- endif %}"""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+    },
+}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+CALLED = [user("1 + 1?"), CALL, {"role": "tool", "content": "2"}, assistant("It is 2.")]
+DOCUMENT = {"title": "far", "text": "It is not far."}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tools": [TOOL]},
+        {"tools": [TOOL, TOOL], "documents": [DOCUMENT]},
+        {"enable_thinking": False},
+        {"tools": [TOOL], "enable_thinking": False},
+        {"enable_thinking": True, "documents": [DOCUMENT]},
+    ],
+)
+def test_tools_documents_and_arguments_reach_the_template(options: dict[str, Any]) -> None:
+    family = Family(WITH_TOOLS, IM, "<|im_end|>")
+    mask = {"return_dict": True, "return_assistant_tokens_mask": True}
+    expected = family.annotated().apply_chat_template(CALLED, **options, **mask)
+    by_generation = ChatFormat(family.tokenizer).encode(Chat(CALLED, options), "all")
+    tokens, labels = ChatFormat(family.plain()).encode(Chat(CALLED, options), "all")
+    assert tokens == expected["input_ids"]
+    assert by_generation[0] == tokens
+    assert targets(labels) == expected["assistant_masks"]
+    asked = chat_prompt(IM, Chat(CALLED, options))
+    assert tokens[: len(asked)] == asked
+    assert parts_written(IM, Chat(CALLED, options)) == {"tool_calls": True, **dict.fromkeys(options, True)}
+
+
+def test_a_template_of_its_own_for_tools_is_used() -> None:
+    plain = CHATML.replace("⟦", "").replace("⟧", "")
+    IM.chat_template = {"default": plain, "tool_use": WITH_TOOLS.replace("⟦", "").replace("⟧", "")}
+    chat_format = ChatFormat(IM)
+    for options in ({}, {"tools": [TOOL]}):
+        messages = CHATS["several"]
+        tokens, labels = chat_format.encode(Chat(messages, options), "all")
+        assert tokens == IM.apply_chat_template(messages, **options, return_dict=True)["input_ids"]
+        assert learned(IM, labels) == ["It is not.<|im_end|>", "2 ü 🚂<|im_end|>"]
+
+
+def test_what_a_template_does_not_write_is_known() -> None:
+    tokenizer = FAMILIES["chatml"].plain()
+    messages = [user("far?"), {**assistant("No."), "weight": 0, "tool_calls": None, "name": "Ann"}]
+    written = parts_written(tokenizer, Chat(messages, {"tools": [TOOL]}))
+    assert written == {"weight": False, "name": False, "tools": False}
+
+
+@pytest.mark.parametrize(
+    ("record", "options"),
+    [
+        ({"tools": [TOOL]}, {"tools": [TOOL]}),
+        ({"tools": json.dumps([TOOL])}, {"tools": [TOOL]}),
+        ({"tools": [json.dumps(TOOL)]}, {"tools": [TOOL]}),
+        ({"tools": ""}, {}),
+        ({"tools": "[]", "documents": None}, {}),
+        (
+            {"tools": None, "chat_template_kwargs": {"enable_thinking": False, "other": None}},
+            {"enable_thinking": False},
+        ),
+        ({"chat_template_kwargs": '{"thinking": true}'}, {"thinking": True}),
+        ({"documents": [DOCUMENT]}, {"documents": [DOCUMENT]}),
+        ({"documents": ["a name"]}, {}),  # a column of another kind, and none of the template's
+    ],
+)
+def test_what_a_record_gives_the_template(record: dict[str, Any], options: dict[str, Any]) -> None:
+    assert as_chat(record, CALLED) == Chat(CALLED, options)
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"tools": "call me"}, "'tools' is str"),
+        ({"tools": {"name": "add"}}, "'tools' is dict"),
+        ({"chat_template_kwargs": ["a"]}, "'chat_template_kwargs' is list"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "'chat_template_kwargs' holds 'tokenize'"),
+    ],
+)
+def test_what_no_template_takes_is_a_bad_record(record: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        as_chat(record, CALLED)
+
+
+def test_a_system_column_is_the_first_message() -> None:
+    asked = [user("far?"), assistant("No.")]
+    assert as_chat({"system": "Be brief."}, asked).messages == [{"role": "system", "content": "Be brief."}, *asked]
+    assert as_chat({"system": "Be brief."}, [SYSTEM, *asked]).messages == [SYSTEM, *asked]
+    assert as_chat({"system": "  "}, asked).messages == as_chat({"system": None}, asked).messages == asked
 
 
 def in_parts(message: dict[str, Any]) -> dict[str, Any]:
@@ -360,8 +484,8 @@ def test_a_content_in_parts_is_the_text_of_its_parts(name: str) -> None:
         tokenizer = give_template()
         chat_format = ChatFormat(tokenizer)
         parts = [in_parts(message) for message in messages]
-        assert chat_format.encode(parts, "all") == chat_format.encode(messages, "all")
-        assert chat_prompt(tokenizer, parts) == chat_prompt(tokenizer, messages)
+        assert chat_format.encode(Chat(parts), "all") == chat_format.encode(Chat(messages), "all")
+        assert chat_prompt(tokenizer, Chat(parts)) == chat_prompt(tokenizer, Chat(messages))
         assert [message_text(check_message(part)) for part in parts] == [one["content"] for one in messages]
 
 
@@ -371,7 +495,7 @@ def test_a_part_that_is_no_text_is_a_bad_record() -> None:
     records = [{"messages": [user("1?"), assistant("2")]}, {"messages": [image, assistant("3")]}]
 
     def encode(record: dict[str, Any]) -> dict[str, list[int]]:
-        return {"input_ids": chat_format.encode(record["messages"], "all")[0]}
+        return {"input_ids": chat_format.encode(Chat(record["messages"]), "all")[0]}
 
     with pytest.raises(UserError, match=r"a part that is no text: 'image'[\s\S]*chats.jsonl:2[\s\S]*fix:") as error:
         encode_records(records, encode, describe=lambda number: f"chats.jsonl:{number + 1}")
@@ -410,7 +534,7 @@ def test_a_template_in_which_no_answer_can_be_found_is_refused(template: str) ->
 
 def test_any_template_can_say_itself_what_an_answer_is() -> None:
     IM.chat_template = COUNTING.replace("⟦", "{% generation %}").replace("⟧", "{% endgeneration %}")
-    _, labels = ChatFormat(IM).encode([user("1?"), assistant("2")], "last")
+    _, labels = ChatFormat(IM).encode(Chat([user("1?"), assistant("2")]), "last")
     assert learned(IM, labels)[-1] == "2<|endoftext|>"
 
 
@@ -434,7 +558,7 @@ def test_what_a_template_refuses_is_a_bad_record() -> None:
     records = [{"messages": CHATS["one answer"]}, {"messages": [user("1?"), user("2?"), assistant("3")]}]
 
     def encode(record: dict[str, Any]) -> dict[str, list[int]]:
-        return {"input_ids": chat_format.encode(record["messages"], "all")[0]}
+        return {"input_ids": chat_format.encode(Chat(record["messages"]), "all")[0]}
 
     with pytest.raises(UserError, match=r"roles must alternate[\s\S]*chats.jsonl:2"):
         encode_records(records, encode, describe=lambda number: f"chats.jsonl:{number + 1}")

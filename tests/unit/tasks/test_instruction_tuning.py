@@ -19,6 +19,7 @@ from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.chat import ChatFormat
+from drawbar.tasks.messages import Chat
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.seq2seq import Seq2Seq
 from drawbar.tasks.task_context import TaskContext
@@ -111,6 +112,34 @@ def test_a_system_message_is_read(tokenizer: Any) -> None:
     assert found == [(False, "[system]be brief;[user]one?;[assistant]"), (True, f"1;{END}")]
 
 
+def test_tools_and_a_system_column_are_read_in_training_and_prediction(tokenizer: Any) -> None:
+    task = task_of(tokenizer, CHATS, chat_template="{{ tools | map(attribute='name') | join }};" + TEMPLATE)
+    task.tokenizer.chat_template = task.config.chat_template
+    record = {**chat("one?", "1"), "tools": '[{"name": "add"}]', "system": "be brief", "id": 3}
+    read = "add;[system]be brief;[user]one?;[assistant]"
+    assert parts(task, record) == [(False, read), (True, f"1;{END}")]
+    assert task.references([record]) == ["1;"]
+    assert task.parts_read(record) == {"messages": True, "tools": True, "system": True, "id": False}
+    task.has_labels = False
+    (sample,) = task.encode(record, False) or []
+    assert task.tokenizer.decode(sample["input_ids"]) == read
+    task.tokenizer.chat_template = TEMPLATE
+    assert task.parts_read(record) == {"messages": True, "tools": False, "system": True, "id": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "read"),
+    [
+        ({}, {"text"}),
+        (PROMPTS, {"prompt", "completion"}),
+        ({"prompt_column": "qa.question", "completion_column": "completion"}, {"qa", "completion"}),
+    ],
+)
+def test_columns_that_are_not_read_are_known(options: dict[str, Any], read: set[str], tokenizer: Any) -> None:
+    record = {"text": "a", "prompt": "b", "completion": "c", "qa": {"question": "d"}, "label": 1, "weight": 0.5}
+    assert task_of(tokenizer, options).parts_read(record) == {column: column in read for column in record}
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -160,7 +189,7 @@ def test_what_is_too_long_is_cut_and_a_prompt_alone_dropped(tokenizer: Any) -> N
 def test_of_a_long_chat_the_answers_survive_that_fit(tokenizer: Any) -> None:
     record = chat("a", "1", "b", "2")
     assert [text for target, text in parts(task_of(tokenizer, CHATS), record) if target] == ["1;", f"2;{END}"]
-    ids, _ = ChatFormat(tokenizer).encode(record["messages"], "all")
+    ids, _ = ChatFormat(tokenizer).encode(Chat(record["messages"]), "all")
     first_alone = task_of(tokenizer, CHATS, sequence_length=len(ids) - 3)
     (sample,) = first_alone.encode(record, True) or []
     assert sample["truncated"]

@@ -136,3 +136,21 @@ def test_data_that_change_while_they_are_encoded_are_refused_and_not_kept(
     monkeypatch.setattr(Meddling, "meddle", staticmethod(path.touch))  # the same bytes: no reason to stop
     _, _, split = load(sources, tmp_path, task_type=Meddling)
     assert split.samples[0]["input_ids"].tolist() == [2, 2, 2]
+
+
+class Spread(Task):
+    def encode(self, record: dict[str, Any], train: bool) -> Any:
+        return {"input_ids": [1], **record}
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [(Numbers, "train: columns that the task does not read: label, weight"), (Spread, None), (Task, None)],
+)
+def test_columns_that_a_task_does_not_read_are_named(
+    task: type[Task], says: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = [{"n": 1, "label": 2}, {"n": "no number"}, {"n": 2, "weight": 0.5}]
+    with caplog.at_level("INFO"):
+        train_data.log_unread_columns(task(RunConfig()), records)
+    assert [record.message for record in caplog.records] == ([says] if says else [])

@@ -27,6 +27,7 @@ from drawbar.runtime.seed import rng_state
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.chat import ChatFormat
+from drawbar.tasks.messages import Chat
 from drawbar.train.restore import _restore_generators
 from drawbar.train.run_dir_lock import lock_run_dir
 from drawbar.train.setup import ADDS_SPECIAL_TOKENS
@@ -460,8 +461,8 @@ def test_an_older_run_of_chats_says_why_it_cannot_go_on(
     settings = ("task.messages_column=messages", f"task.chat_template={json.dumps(template)}")
     settings = (*settings, "data.train=chats.jsonl", "data.validation=chats.jsonl", "train.steps=4")
 
-    def encode_as_then(self: ChatFormat, messages: list[Any], answers: str) -> tuple[list[int], list[int]]:
-        tokens = self.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    def encode_as_then(self: ChatFormat, chat: Chat, answers: str) -> tuple[list[int], list[int]]:
+        tokens = self.tokenizer.apply_chat_template(chat.messages, return_dict=True)["input_ids"]
         return tokens, tokens
 
     with monkeypatch.context() as then:

@@ -69,6 +69,10 @@ class LanguageModelConfig(PretrainedTaskConfig):
     of `liger-kernel` (CUDA). `auto`: chunked where the model allows it; a resumed run goes on as it began."""
 
 
+TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs", "system")
+"""The keys of a record that the chat template gets beside its messages, as in TRL and axolotl."""
+
+
 class CausalLMConfig(LanguageModelConfig):
     """Options of the built-in task `causal_lm`: predict the next token."""
 
@@ -84,7 +88,8 @@ class CausalLMConfig(LanguageModelConfig):
     completion_column: Text | None = None
     """Instruction tuning: the key that holds the completion."""
     messages_column: Text | None = None
-    """Instruction tuning: the key that holds a chat, a list of `{role, content}`; the loss is that of the answers."""
+    """Instruction tuning: the key that holds a chat, a list of `{role, content}`; the loss is that of the answers. The
+    template also gets the record's `tools`, `documents`, `chat_template_kwargs` and `system`."""
     answers: Literal["all", "last"] = "all"
     """Chats: over which of the assistant's messages the loss is computed."""
     chat_template: Text | None = None

@@ -1,0 +1,112 @@
+"""Chats as records have them: their messages, checked, and what else of a record the chat template gets."""
+
+import json
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from drawbar.config.schema.task_sections import TEMPLATE_COLUMNS
+from drawbar.errors import UserError
+
+Message = dict[str, Any]
+TOOLS, DOCUMENTS, ARGUMENTS, SYSTEM = TEMPLATE_COLUMNS
+
+
+class Chat(NamedTuple):
+    """A chat as its record has it."""
+
+    messages: list[Any]
+    options: dict[str, Any] = {}
+    """What the template gets besides: tools, documents, arguments of its own."""
+
+
+SPEAKERS = ("system", "developer", "user", "assistant")
+"""Roles of which the content is text. What others say, such as a tool, may be any value."""
+_OWN_ARGUMENTS = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+"""What belongs to the call, and not to the template."""
+
+
+def as_chat(record: Mapping[str, Any], messages: list[Any]) -> Chat:
+    """The messages of a record, with what else of it is for the template: ``TEMPLATE_COLUMNS``.
+
+    ``system`` becomes the first message, unless there is one; tools and arguments may be JSON as text, as tables have
+    them.
+
+    Raises:
+        UserError: these are not what templates take.
+    """
+    given = {name: _from_json(record.get(name)) for name in TEMPLATE_COLUMNS}
+    tools, documents, arguments = (given[name] or None for name in (TOOLS, DOCUMENTS, ARGUMENTS))
+    wrong = next((name for name, kind in ((TOOLS, list), (ARGUMENTS, dict)) if _is_other(given[name], kind)), None)
+    taken = [name for name in arguments or () if name in _OWN_ARGUMENTS]
+    if wrong or taken:
+        is_what = f"{wrong!r} is {type(given[wrong]).__name__}" if wrong else f"{ARGUMENTS!r} holds {taken[0]!r}"
+        raise UserError(
+            f"{is_what}, which no chat template takes",
+            remedy=f"give {TOOLS!r} as a list of JSON schemas, and {ARGUMENTS!r} as a dict of the template's variables",
+        )
+    options = {name: value for name, value in (arguments or {}).items() if value is not None}
+    if tools:
+        options[TOOLS] = [_from_json(tool) for tool in tools]
+    if isinstance(documents, list) and all(isinstance(document, dict) for document in documents):
+        options[DOCUMENTS] = documents
+    system = record.get(SYSTEM)
+    if isinstance(system, str) and system.strip() and not _has_system(messages):
+        messages = [{"role": "system", "content": system}, *messages]
+    return Chat(messages, options)
+
+
+def _is_other(value: Any, kind: type) -> bool:
+    return bool(value) and not isinstance(value, kind)
+
+
+def _from_json(value: Any) -> Any:
+    """What a text says in JSON; None for a blank one. Other texts and values as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except ValueError:
+        return value
+
+
+def _has_system(messages: list[Any]) -> bool:
+    first = messages[0] if messages else None
+    return isinstance(first, dict) and first.get("role") in ("system", "developer")
+
+
+def check_message(message: Any) -> Message:
+    """The message, where it is one; a content in parts (``[{"type": "text", "text": …}]``) becomes one text.
+
+    Raises:
+        UserError: it does not say who speaks, or what; or a part of its content is no text.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise UserError(f"{str(message)[:60]!r} is no message", remedy='write {"role": …, "content": …}')
+    content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        raise UserError(f"a message of the {message['role']} has no content", remedy="mend the record")
+    if not isinstance(content, list):
+        return message
+    other = next((part for part in content if not _is_text_part(part)), None)
+    if other is None:
+        return {**message, "content": "".join(part["text"] for part in content)}
+    if message["role"] not in SPEAKERS:  # such as what a tool returns: a list of any values, which the template writes
+        return message
+    kind = other.get("type") if isinstance(other, dict) else None
+    raise UserError(
+        f"a message of the {message['role']} has a part that is no text: {kind or str(other)[:60]!r}",
+        remedy='give the content as one text, or in parts such as {"type": "text", "text": …}; images are not read',
+    )
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+
+
+def message_text(message: Message) -> str:
+    """What a checked message says; a call of a tool says nothing."""
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
