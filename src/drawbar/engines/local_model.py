@@ -18,7 +18,13 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.models.huggingface import weights_without_file
 from drawbar.models.known_padding import use_known_padding
-from drawbar.models.lora import FrozenBaseInfo, add_adapters, add_adapters_and_fill, add_adapters_to_base
+from drawbar.models.lora import (
+    FrozenBaseInfo,
+    add_adapters,
+    add_adapters_and_fill,
+    add_adapters_to_base,
+    describe_adapters,
+)
 from drawbar.models.packed import PACKED_FAMILIES, allow_packing
 from drawbar.models.plans import plan_for
 from drawbar.parallel.apply import parallelize
@@ -188,6 +194,8 @@ def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBase
         materialize(meta_model, HOST, HOST)
         return meta_model, base
     model, base = _read_adapted(task, config) or _compute_adapted(task, config)
+    if config.lora is not None and task.task_context.trains:
+        logger.info(describe_adapters(model))
     low = keep_trained_weights_in_fp32(model)
     if low:
         dtypes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in low))

@@ -14,32 +14,35 @@ from copy import copy, deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import xxhash
 from safetensors.torch import save_file
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from drawbar.config.schema.run_config import LoraSection, RunConfig
 from drawbar.errors import UserError
+from drawbar.models.lora_targets import (
+    ending,
+    find_targets,
+    inside,
+    last_names,
+    output_embeddings,
+    parameter_setting,
+    short_name,
+    target_setting,
+)
 from drawbar.parallel.low_precision_weights import weights_to_store_low
 from drawbar.runtime.torch_internals import _BatchNorm
 from drawbar.util.dtypes import DTYPES
 
 _ADAPTER = "default"
 """peft's own name for the only adapter of a model; a part of the parameters' names (``lora_A.default.weight``)."""
-_LINEAR = (nn.Linear, Conv1D)
-_ADAPTABLE = (*_LINEAR, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _HEADS = {"classifier", "score", "qa_outputs"}
 """Heads that peft trains fully (``modules_to_save``) in classification and question answering."""
-_ATTENTION = (
-    *("q_proj", "v_proj", "query", "value", "q", "v", "q_lin", "v_lin", "query_proj", "value_proj"),
-    *("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv"),
-)
-"""Queries and values, as Hu et al. adapt them, for the models that peft does not list."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +75,22 @@ def add_adapters(model: nn.Module, lora: LoraSection, without_file: Collection[s
     """
     peft = _import_peft()
     whole = _fully_trained_modules(model, lora.train, without_file)
-    targets = _targets(model, lora, _inside(whole))
-    _refuse_tied(model, targets)
+    targets = find_targets(model, lora, inside(whole))
+    if targets.parameters and lora.dropout:
+        raise UserError(
+            f"adapters of fused parameters, such as {short_name(targets.parameters[0])}, take no dropout",
+            where="lora.dropout",
+            remedy="set lora.dropout=0, or leave them out of lora.modules",
+        )
     trained = [p for module in whole.values() for p in module.parameters() if p.requires_grad]
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=_target_setting(model, targets),
-        fan_in_fan_out=all(isinstance(model.get_submodule(name), Conv1D) for name in targets),
+        target_modules=target_setting(model, targets.modules),
+        target_parameters=parameter_setting(model, targets.parameters) or None,
+        fan_in_fan_out=all(isinstance(model.get_submodule(name), Conv1D) for name in targets.modules)
+        and not targets.parameters,
     )
     try:
         peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER)  # freezes all else
@@ -177,34 +187,58 @@ def merged(model: nn.Module) -> nn.Module:
         The same ``model``, with the modules and parameter names that it had before :func:`add_adapters`. What was
         frozen is still frozen: the model is meant for use and export, not for training.
     """
-    for name, layer in adapted_layers(model).items():
+    for name, layer in reversed(adapted_layers(model).items()):  # the inner one first: several may be around a module
         layer.merge()
-        model.set_submodule(name, layer.get_base_layer())
+        model.set_submodule(name, layer.base_layer)
     del model.peft_config
     return model
 
 
+class AdaptedParameter(NamedTuple):
+    """A weight with an adapter."""
+
+    name: str
+    """Of the layer with the adapter."""
+    layer: nn.Module
+    own: str
+    """The name of the weight within the innermost module of the layer."""
+
+
+def adapted_parameters(model: nn.Module) -> dict[str, AdaptedParameter]:
+    """The weights of a model that have adapters, by the names that they have without them."""
+    found = {}
+    for name, layer in adapted_layers(model).items():
+        own = getattr(layer, "parameter_name", "weight")
+        found[f"{without_adapters(name)}.{own}"] = AdaptedParameter(name, layer, own)
+    return found
+
+
+def without_adapters(name: str) -> str:
+    """The name of a module, or of a tensor, in the model before it was adapted."""
+    return name.replace(".base_layer", "")
+
+
 @torch.no_grad()
 def merged_weight(
-    layer: nn.Module, name: str, trained: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
+    adapted: AdaptedParameter, trained: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     """The weight of one adapted layer with its adapter added, in fp32.
 
     Args:
-        layer: of :func:`adapted_layers`, without values; it stays so.
-        name: of the layer.
+        adapted: of a layer without values; it stays so.
         trained: what a checkpoint holds of the adapted model: see :func:`trained_state`.
         weights: of the model that was adapted.
     """
-    layer = deepcopy(layer)
+    layer = deepcopy(adapted.layer)
     values = {}
-    for own in layer.state_dict():
-        full = f"{name}.{own}"
-        found = trained[full] if full in trained else weights[f"{name}.{own.removeprefix('base_layer.')}"]
-        values[own] = found.float()
-    layer.load_state_dict(values, assign=True)
+    for key in layer.state_dict():
+        own, full = without_adapters(f".{key}")[1:], f"{adapted.name}.{key}"
+        if key.startswith("base_layer.") and own != adapted.own:
+            continue  # a bias, or what another adapter is for
+        values[key] = (trained[full] if full in trained else weights[without_adapters(full)]).float()
+    layer.load_state_dict(values, assign=True, strict=False)
     layer.merge()
-    return layer.get_base_layer().weight.detach()
+    return getattr(layer.get_base_layer(), adapted.own).detach()
 
 
 def save_adapter(model: nn.Module, folder: Path, base_name: str, read: Callable[[str], torch.Tensor]) -> None:
@@ -272,97 +306,35 @@ def _fully_trained_modules(model: nn.Module, train: list[str], without_file: Col
     """The new head, the modules whose names end as ``train`` says, and those of the parameters that no file
     has."""
     modules = {name: module for name, module in model.named_modules() if name and list(module.parameters())}
-    unknown = [suffix for suffix in train if not _ending(modules, [suffix])]
+    unknown = [suffix for suffix in train if not ending(modules, [suffix])]
     if unknown:
         raise UserError(
             f"no module's name ends in {unknown[0]!r}",
             where="lora.train",
-            remedy="name modules of the model; these have parameters: " + _last_names(modules),
+            remedy="name modules of the model; these have parameters: " + last_names(modules),
         )
     owners = [name for name in (parameter.rpartition(".")[0] for parameter in without_file) if name in modules]
-    return {name: modules[name] for name in [*_head(model, modules), *_ending(modules, train), *owners]}
+    return {name: modules[name] for name in [*_head(model, modules), *ending(modules, train), *owners]}
 
 
 def _head(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
-    if _output_embeddings(model):
+    if output_embeddings(model):
         return []  # predicts tokens: its head is pretrained
     if isinstance(model, PreTrainedModel) and model.base_model is not model:
         return [name for name, module in model.named_children() if name in modules and module is not model.base_model]
     return [name for name in modules if name.rpartition(".")[2] in _HEADS]
 
 
-def _output_embeddings(model: nn.Module) -> list[nn.Module]:
-    """The output embeddings (LM heads) of this model and of models nested in it."""
-    layers = [module.get_output_embeddings() for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return [layer for layer in layers if layer is not None]
-
-
-def _inside(whole: dict[str, nn.Module]) -> set[int]:
-    return {id(module) for parent in whole.values() for module in parent.modules()}
-
-
-def _targets(model: nn.Module, lora: LoraSection, excluded: set[int]) -> list[str]:
-    """Full names of the modules to adapt, none of them ``excluded`` (by identity)."""
-    adaptable = {
-        name: module
-        for name, module in model.named_modules()
-        if name
-        and isinstance(module, _ADAPTABLE)
-        and id(module) not in excluded
-        # the output projection of nn.MultiheadAttention, which reads its weight and never calls it
-        and not isinstance(module, NonDynamicallyQuantizableLinear)
-    }
-    heads = {id(layer) for layer in _output_embeddings(model)}
-    linear = [name for name, module in adaptable.items() if isinstance(module, _LINEAR) and id(module) not in heads]
-    if lora.modules == "linear":
-        found, problem = linear, f"{type(model).__name__} has no linear layers to adapt"
-    elif lora.modules == "attention":
-        found, problem = (
-            _attention(model, linear),
-            f"{type(model).__name__} has no attention projections that are known",
-        )
-    else:
-        unknown = [suffix for suffix in lora.modules if not _ending(adaptable, [suffix])]
-        found = [] if unknown else _ending(adaptable, lora.modules)
-        problem = f"no module to adapt has a name that ends in {unknown[0]!r}" if unknown else "no module is named"
-    if not found:
-        remedy = f"name modules in lora.modules; the linear ones are: {_last_names(linear) or 'none'}"
-        raise UserError(problem, where="lora.modules", remedy=remedy)
-    return found
-
-
-def _attention(model: nn.Module, names: list[str]) -> list[str]:
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
-
-    usual = KNOWN.get(getattr(getattr(model, "config", None), "model_type", None), [])
-    found = [name for name in names if re.fullmatch(usual, name)] if isinstance(usual, str) else _ending(names, usual)
-    return found or _ending(names, _ATTENTION)
-
-
-def _refuse_tied(model: nn.Module, targets: list[str]) -> None:
-    """Refuse to adapt a module that shares its weight: merging its adapter would change the other module, too."""
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    for name in targets:
-        if any(uses[id(parameter)] > 1 for parameter in model.get_submodule(name).parameters()):
-            raise UserError(
-                f"{name} shares its weight with another module, and cannot get an adapter of its own",
-                where="lora.modules",
-                remedy=f"leave {name} out of lora.modules; lora.train trains a shared weight whole",
-            )
-
-
-def _target_setting(model: nn.Module, targets: list[str]) -> list[str] | str:
-    """peft's ``target_modules`` for exactly these: short names (last component) if unambiguous, else a pattern."""
-    last_names = sorted({name.rpartition(".")[2] for name in targets})
-    everywhere = _ending((name for name, _ in model.named_modules()), last_names)
-    return last_names if everywhere == targets else "|".join(re.escape(name) for name in targets)
-
-
-def _ending(names: Iterable[str], suffixes: Iterable[str]) -> list[str]:
-    """The names that are one of the suffixes, or end in a dot and one of them."""
-    endings = tuple(f".{suffix}" for suffix in suffixes)
-    return [name for name in names if f".{name}".endswith(endings)]
-
-
-def _last_names(names: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+def describe_adapters(model: nn.Module) -> str:
+    """How much of a model is trained, and what has no adapters, for the log: its matrices, by the ends of their names,
+    the largest first."""
+    sizes, adapted = Counter[str](), adapted_parameters(model)
+    for name, parameter in model.named_parameters():
+        own = without_adapters(name)
+        if parameter.ndim > 1 and not parameter.requires_grad and own not in adapted:
+            sizes[own.removesuffix(".weight").rpartition(".")[2]] += parameter.numel()
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    rest = ", ".join(f"{name} ({size:,})" for name, size in sizes.most_common(6))
+    more = ", …" if len(sizes) > 6 else ""
+    return f"lora: {trained:,} of {total:,} parameters are trained; without adapters: {rest or 'none'}{more}"

@@ -19,7 +19,8 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.engines.local_model import build_meta_model
 from drawbar.errors import UserError
 from drawbar.models.lora import (
-    adapted_layers,
+    AdaptedParameter,
+    adapted_parameters,
     add_adapters_to_meta_model,
     merged,
     merged_weight,
@@ -97,8 +98,8 @@ class CheckpointExport:
         self.model = _checked(build_meta_model(self._task))
         warn_of_other_base(snapshot, add_adapters_to_meta_model(self.model, lora, weights))
         check_weights(saved_tensors(self.model, self._config), snapshot.model)
-        layers = adapted_layers(self.model) if merge else {}
-        self._read = partial(_read_adapted, layers, snapshot.model, weights)
+        adapted = adapted_parameters(self.model) if merge else {}
+        self._read = partial(_read_adapted, adapted, snapshot.model, weights)
 
     def write(self, folder: Path) -> None:
         """Write config, weights and tokenizer.
@@ -130,12 +131,11 @@ class CheckpointExport:
 
 
 def _read_adapted(
-    layers: Mapping[str, nn.Module], trained: Mapping[str, Tensor], weights: Mapping[str, Tensor], name: str
+    adapted: Mapping[str, AdaptedParameter], trained: Mapping[str, Tensor], weights: Mapping[str, Tensor], name: str
 ) -> Tensor:
-    """A tensor of a LoRA run's model. For the weight of one of ``layers``, the adapters are merged into it."""
-    layer, _, parameter = name.rpartition(".")
-    if layer in layers and parameter == "weight":
-        return merged_weight(layers[layer], layer, trained, weights)
+    """A tensor of a LoRA run's model. Into an ``adapted`` one, the adapter is merged."""
+    if name in adapted:
+        return merged_weight(adapted[name], trained, weights)
     return trained[name] if name in trained else weights[name]
 
 

@@ -1,3 +1,4 @@
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
@@ -28,7 +30,16 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.models.huggingface import load_pretrained, weights_without_file
-from drawbar.models.lora import add_adapters, add_adapters_to_base, merged, save_adapter, trained_state
+from drawbar.models.lora import (
+    adapted_parameters,
+    add_adapters,
+    add_adapters_to_base,
+    describe_adapters,
+    merged,
+    merged_weight,
+    save_adapter,
+    trained_state,
+)
 
 torch.set_num_threads(1)  # tiny tensors: threads would only wait for one another
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 1], [9, 3, 7, 4, 2, 1]])
@@ -88,6 +99,16 @@ def roberta() -> nn.Module:
     return AutoModelForSequenceClassification.from_config(RobertaConfig(**ENCODER, pad_token_id=0))
 
 
+def experts(kind: str, **fields: Any) -> Build:
+    def build_mixture() -> nn.Module:
+        sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+        config = AutoConfig.for_model(kind, **{**sizes, **heads, "pad_token_id": None, "eos_token_id": 1, **fields})
+        return AutoModelForCausalLM.from_config(config)
+
+    return build_mixture
+
+
 def t5() -> nn.Module:
     config = T5Config(
         vocab_size=40,
@@ -121,6 +142,26 @@ MODELS: dict[str, tuple[Build, LoraSection, set[str]]] = {
     "roberta, linear": (roberta, LoraSection(modules="linear"), {"query", "key", "value", "dense"}),
     "t5": (t5, LoraSection(dropout=0.1), {"q", "v"}),
     "plain": (Plain, LoraSection(modules=["first", "second"], train=["last"]), {"first", "second"}),
+    "qwen3_moe": (
+        experts("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, head_dim=8),
+        LoraSection(modules=["linear", "experts"]),
+        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"},
+    ),
+    "mixtral": (
+        experts("mixtral", num_local_experts=4),
+        LoraSection(modules=["gate_up_proj", "q_proj"]),
+        {"q_proj", "gate_up_proj"},
+    ),
+    "gpt_oss": (  # its matrices are transposed
+        experts("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=8),
+        LoraSection(modules=["attention", "experts.down_proj"]),
+        {"q_proj", "v_proj", "down_proj"},
+    ),
+    "granitemoe": (
+        experts("granitemoe", num_local_experts=4, num_experts_per_tok=2),
+        LoraSection(modules=["experts"]),
+        {"gate_up_proj", "down_proj"},
+    ),
 }
 TRAINED_WHOLE = {
     "llama, tied embeddings trained": {"model.embed_tokens.weight"},
@@ -178,7 +219,9 @@ def test_adapters_and_what_is_trained_whole_are_all_that_is_trained(name: str) -
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
 
     adapters = {n for n in trained if ".lora_" in n}
-    assert {n.split(".lora_")[0].rpartition(".")[2] for n in adapters} == MODELS[name][2]
+    of_weights = {n.removesuffix(".weight").rpartition(".")[2] for n in adapted_parameters(model)}
+    assert of_weights == MODELS[name][2]
+    assert {n.split(".lora_")[0] for n in adapters} == {one.name for one in adapted_parameters(model).values()}
     assert trained - adapters == TRAINED_WHOLE.get(name, set())
 
 
@@ -221,7 +264,7 @@ def test_the_trained_state_makes_a_new_model_the_same(name: str) -> None:
     fresh.load_state_dict(state, strict=False)
 
     torch.testing.assert_close(logits(fresh), logits(model), rtol=0, atol=0)
-    assert not any(".base_layer." in key for key in state)
+    assert not any(".base_layer." in key.partition(".lora_")[0] for key in state if ".lora_" not in key)
 
 
 @every_model
@@ -232,7 +275,8 @@ def test_a_merged_model_is_an_ordinary_one_with_the_same_outputs(name: str, tmp_
     result = merged(model)
 
     assert_close(logits(result), wanted)
-    assert list(result.state_dict()) == list(original.state_dict())
+    # a forward pass of fused parameters with adapters changes the order of their names
+    assert sorted(result.state_dict()) == sorted(original.state_dict())
     assert len(list(result.parameters())) == len(list(original.parameters()))  # what was tied is tied
     assert {type(m) for m in result.modules()} == {type(m) for m in original.modules()}
     if isinstance(result, PreTrainedModel):
@@ -241,6 +285,45 @@ def test_a_merged_model_is_an_ordinary_one_with_the_same_outputs(name: str, tmp_
         assert not info["missing_keys"]
         assert not info["unexpected_keys"]
         assert_close(logits(loaded), wanted)
+
+
+@every_model
+def test_a_merged_weight_is_that_of_the_merged_model(name: str) -> None:
+    model, weights = train(adapted(name)), build(name).state_dict()
+    state = {key: tensor.clone() for key, tensor in trained_state(model).items()}
+    with torch.device("meta"):
+        without_values = adapted(name)
+
+    copies = {key: weight.clone() for key, weight in weights.items()}
+    found = {key: merged_weight(one, state, copies) for key, one in adapted_parameters(without_values).items()}
+
+    whole = merged(model).state_dict()
+    assert found
+    for key, weight in found.items():
+        torch.testing.assert_close(weight, whole[key], rtol=0, atol=1e-6)
+        assert not torch.equal(weight, weights[key])
+
+
+def test_what_has_no_adapters_is_described() -> None:
+    mixture = MODELS["qwen3_moe"][0]
+    said = describe_adapters(add_adapters(mixture(), LoraSection(modules="linear", rank=2)))
+    assert re.fullmatch(
+        r"lora: 512 of [\d,]+ parameters are trained; without adapters: gate_up_proj \(3,072\), down_proj \(1,536\), "
+        r"embed_tokens \(640\), lm_head \(640\), gate \(128\)",
+        said,
+    )
+    said = describe_adapters(add_adapters(mixture(), LoraSection(modules=["linear", "experts"], rank=2)))
+    assert said.endswith("without adapters: embed_tokens (640), lm_head (640), gate (128)")
+
+
+def test_fused_parameters_take_no_dropout() -> None:
+    with pytest.raises(UserError, match=r"experts.gate_up_proj, take no dropout\n  where: lora.dropout"):
+        add_adapters(MODELS["qwen3_moe"][0](), LoraSection(modules=["experts"], dropout=0.1))
+
+
+def test_a_word_that_fits_neither_modules_nor_fused_parameters_is_answered_with_both() -> None:
+    with pytest.raises(UserError, match=r"ends in 'expert'[\s\S]*q_proj[\s\S]*experts.gate_up_proj, experts.down_proj"):
+        add_adapters(MODELS["qwen3_moe"][0](), LoraSection(modules=["linear", "expert"]))
 
 
 @every_model

@@ -1,5 +1,6 @@
 """Runs that train low-rank adapters: what is saved, resumed, evaluated and refused."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -9,12 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     BertModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 import drawbar
@@ -49,11 +53,20 @@ tracking: {tensorboard: false, log_every: 1}
 """
 TASKS = {
     "llama": "task: {type: causal_lm, model: llama}\n",
+    "mixture": "task: {type: causal_lm, model: mixture}\n",
     "bert": "task: {type: sequence_classification, model: bert}\n",
 }
-HEADS = {"llama": set(), "bert": {"bert.pooler.dense", "classifier"}}
+LORA = "lora: {rank: 2, dropout: 0.1}"
+OTHER_LORA = {"mixture": "lora: {rank: 2, modules: [linear, experts]}"}
+HEADS = {"llama": set(), "mixture": set(), "bert": {"bert.pooler.dense", "classifier"}}
 """What the pretrained models do not have."""
-FAMILIES = pytest.mark.parametrize("family", ["llama", "bert"])
+ADAPTED = {"llama": 2, "mixture": 6, "bert": 2}
+"""Weights with adapters in a layer: query and value, or all linear layers and the fused experts."""
+FAMILIES = pytest.mark.parametrize("family", ["llama", "mixture", "bert"])
+
+
+def config_of(family: str) -> str:
+    return TASKS[family] + CONFIG.replace(LORA, OTHER_LORA.get(family, LORA))
 
 
 @pytest.fixture(scope="module")
@@ -64,21 +77,25 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, bos_token_id=0, eos_token_id=0)).save_pretrained(
         folder / "llama"
     )
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8}
+    Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SIZES, **mixture, num_key_value_heads=2, bos_token_id=0, eos_token_id=0)
+    ).save_pretrained(folder / "mixture")
     # as a masked language model is exported: classifiers need a pooler, too
     BertModel(BertConfig(**SIZES), add_pooling_layer=False).save_pretrained(folder / "bert")
     tokenizer = train_byte_bpe(["a good road and a bad road"] * 9, 280)
     words = ("good", "bad")
     records = [{"text": f"a {words[number % 2]} road {number}", "label": number % 2} for number in range(20)]
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    for family, task in TASKS.items():
+    for family in TASKS:
         tokenizer.save_pretrained(str(folder / family))
-        (folder / "config.yaml").write_text(task + CONFIG)
+        (folder / "config.yaml").write_text(config_of(family))
         fit_in(folder, f"run.name={family}")
     return folder
 
 
 def use(project: Path, family: str) -> Path:
-    (project / "config.yaml").write_text(TASKS[family] + CONFIG)
+    (project / "config.yaml").write_text(config_of(family))
     return project / "runs" / family
 
 
@@ -88,8 +105,9 @@ def test_a_checkpoint_holds_adapters_and_what_is_new_alone(family: str, project:
     heads = {name for name in saved if "lora_" not in name}
     assert heads == {f"{module}.{leaf}" for module in HEADS[family] for leaf in ("weight", "bias")}
     adapters = [name for name in saved if "lora_" in name]
-    assert len(adapters) == 2 * 2 * 2  # A and B, of query and value, in two layers
-    assert all(2 in saved[name].shape for name in adapters)
+    assert len(adapters) == 2 * ADAPTED[family] * 2  # A and B, in two layers
+    ranks = {2, 2 * 4} if family == "mixture" else {2}  # of fused parameters, those of all experts
+    assert all(ranks & set(saved[name].shape) for name in adapters)
     before = weights(project / "runs" / family, 6)
     assert all(not torch.equal(before[name], saved[name]) for name in saved)
 
@@ -161,11 +179,27 @@ def test_an_export_gives_the_scores_of_the_run(
     assert float(loss) == pytest.approx(scores(run)[12]["eval/validation/loss"], rel=1e-5)
 
 
-def test_fsdp_trains_what_the_pretrained_model_lacks(project: Path) -> None:
-    whole = use(project, "bert")
-    fit_in(project, "run.name=bert-fsdp", "parallel.strategy=fsdp")
-    assert largest_difference(losses(project / "runs" / "bert-fsdp"), losses(whole)) < 1e-6
-    assert weights(project / "runs" / "bert-fsdp", 12).keys() == weights(whole, 12).keys()
+@pytest.mark.parametrize("merge", [False, True])
+def test_an_export_of_experts_is_the_trained_model(merge: bool, project: Path, tmp_path: Path) -> None:
+    use(project, "mixture")
+    with contextlib.chdir(project):
+        loaded = drawbar.load_run("runs/mixture")
+        config = drawbar.load_config("config.yaml", ["run.name=mixture"]).config
+        export_run(config, None, tmp_path / "it", None, ExportFormat(merge))
+    folder = tmp_path / "it" if merge else project / "mixture"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = model if merge else peft.PeftModel.from_pretrained(model, tmp_path / "it")
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(tokens).logits, loaded.model.eval()(tokens).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bert", "mixture"])
+def test_fsdp_trains_what_the_pretrained_model_lacks_and_experts(family: str, project: Path) -> None:
+    whole = use(project, family)
+    fit_in(project, f"run.name={family}-fsdp", "parallel.strategy=fsdp")
+    assert largest_difference(losses(project / "runs" / f"{family}-fsdp"), losses(whole)) < 1e-6
+    assert weights(project / "runs" / f"{family}-fsdp", 12).keys() == weights(whole, 12).keys()
 
 
 @pytest.fixture

@@ -98,7 +98,8 @@ class LoraSection(Section):
     dropout: Fraction = 0.0
     """Dropout of the adapters' input."""
     modules: list[str] | Literal["attention", "linear"] = "attention"
-    """What gets adapters: the ends of modules' names, or peft's usual attention projections, or all linear layers."""
+    """What gets adapters: peft's usual attention projections, all linear layers, or a list: of these words, and of the
+    ends of names of modules and of fused parameters (`[linear, experts]`: a mixture's experts are no linear layers)."""
     train: list[str] = []
     """Modules to train whole besides the adapters; a new classification head is always trained whole."""
 
