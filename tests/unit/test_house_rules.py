@@ -1,4 +1,5 @@
-"""Rules of the house that no linter knows: no strategy's or launcher's name in a comparison, no import circle."""
+"""Rules of the house that no linter knows: no strategy's or launcher's name in a comparison, no import circle, one door
+to the files of pretrained models."""
 
 import ast
 from collections.abc import Iterator
@@ -73,3 +74,16 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
     for name in sorted(graph):
         walk(name, ())
+
+
+def test_pretrained_files_are_read_by_one_module() -> None:
+    """It alone can refuse the code that comes with them: elsewhere, transformers would ask on standard input."""
+    found = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}"
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("from_pretrained", "from_config", "trust_remote_code")
+    ]
+    door = "runtime/pretrained_files.py"
+    assert door in {place.partition(":")[0] for place in found}
+    assert not [place for place in found if not place.startswith(f"{door}:")], "call drawbar.runtime.pretrained_files"

@@ -9,11 +9,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from drawbar.errors import UserError, nearest
 from drawbar.runtime.hub import hub_answers, meant_folder
 from drawbar.runtime.log import logger
+from drawbar.runtime.pretrained_files import Kind, read_tokenizer
 from drawbar.util.file_content import content_of, pointer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -71,7 +72,7 @@ def train_byte_bpe(
     return tokenizer
 
 
-def load_tokenizer(name_or_folder: str, kind: Literal["tokenizer", "model"] = "tokenizer") -> PreTrainedTokenizerBase:
+def load_tokenizer(name_or_folder: str, kind: Kind = "tokenizer") -> PreTrainedTokenizerBase:
     """Load a tokenizer from a local folder or, by name, from the Hugging Face Hub or its local cache.
 
     Without a network it answers within seconds, from the cache or with an error. Code that comes with a tokenizer is
@@ -81,7 +82,8 @@ def load_tokenizer(name_or_folder: str, kind: Literal["tokenizer", "model"] = "t
         kind: what the name stands for in the user's settings, for the message.
 
     Raises:
-        UserError: no such folder or name, the Hub cannot be reached and the name is not cached, or no usable tokenizer.
+        UserError: no such folder or name, the Hub cannot be reached and the name is not cached, or no usable tokenizer,
+            or it needs a package that is not installed, or code of its own.
     """
     path = Path(name_or_folder)
     is_folder = path.is_dir()
@@ -92,7 +94,9 @@ def load_tokenizer(name_or_folder: str, kind: Literal["tokenizer", "model"] = "t
         raise _unusable(name_or_folder, is_folder, "")
     online = not is_folder and hub_answers(name_or_folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_folder, local_files_only=not online, trust_remote_code=False)
+        tokenizer = read_tokenizer(name_or_folder, kind, local_files_only=not online)
+    except UserError:
+        raise
     except Exception as error:
         if is_folder or online:
             raise _unusable(name_or_folder, is_folder, str(error)) from error

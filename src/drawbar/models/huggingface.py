@@ -23,6 +23,7 @@ from drawbar.models.folder import check_model_folder, foreign_file
 from drawbar.models.heads import HEADS, Head, check_head
 from drawbar.runtime.hub import hub_answers, meant_folder
 from drawbar.runtime.log import logger
+from drawbar.runtime.pretrained_files import make_model, read_config, read_model
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ def build_from_scratch(
         shared = pad is not None and pad in (getattr(config, "bos_token_id", None), config.eos_token_id)
         if shared and head == "causal_lm":
             config.pad_token_id = None  # else ``padding_idx`` would keep the begin or end token's embedding at zero
-        model = HEADS[head].model_class.from_config(config, dtype=torch.float32)
+        model = make_model(HEADS[head].model_class, config, dtype=torch.float32)
         if shared and head != "causal_lm":
             _learn_embedding(model, pad)
         return model
@@ -77,7 +78,7 @@ def load_model_config(name: str, overrides: dict[str, Any] | None, tokenizer: An
         UserError: an unknown model, an unknown field, or values that the architecture refuses.
     """
     if overrides is None:
-        return from_hub(AutoConfig.from_pretrained, name)
+        return from_hub(read_config, name)
     base = _base_config(name)
     _check_fields(base, overrides)
     with _settings_refused(base.model_type):
@@ -93,7 +94,9 @@ def _is_model_type(name: str) -> bool:
 
 def _base_config(name: str) -> PreTrainedConfig:
     """The config that a model from scratch starts from, before ``overrides``."""
-    return AutoConfig.for_model(name) if _is_model_type(name) else from_hub(AutoConfig.from_pretrained, name)
+    if _is_model_type(name):
+        return AutoConfig.for_model(name)
+    return from_hub(partial(read_config, for_weights=False), name)
 
 
 def _special_tokens(base: PreTrainedConfig, tokenizer: Any) -> dict[str, int | None]:
@@ -133,7 +136,7 @@ def explain_attention_errors(
     """
     try:
         yield
-    except (UserError, ImportError) as error:
+    except UserError as error:
         if wanted == "auto":
             raise
         config = load_model_config(name, overrides, tokenizer)
@@ -158,8 +161,8 @@ def _has_attention(config: PreTrainedConfig, head: Head, implementation: str) ->
     config._attn_implementation = implementation
     try:
         with quiet_transformers(), parameters_on_meta():
-            HEADS[head].model_class.from_config(config)
-    except (ValueError, ImportError, OSError, RuntimeError):
+            make_model(HEADS[head].model_class, config)
+    except (UserError, ValueError, OSError, RuntimeError):
         return False
     return True
 
@@ -242,11 +245,12 @@ def load_pretrained(name: str, head: Head = "causal_lm", *, log_new: bool = True
     """
 
     def load(name: str, local_files_only: bool) -> tuple[nn.Module, dict[str, Any]]:
-        config = AutoConfig.from_pretrained(name, local_files_only=local_files_only)
+        config = read_config(name, local_files_only=local_files_only)
         check_head(config, head)
         set_fields(config, fields)
         with quiet_transformers():
-            return HEADS[head].model_class.from_pretrained(
+            return read_model(
+                HEADS[head].model_class,
                 name,
                 config=config,
                 local_files_only=local_files_only,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -18,6 +18,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from drawbar.models.heads import HEADS, Head, check_head
 from drawbar.models.huggingface import from_hub, quiet_transformers, set_fields, warn_of_unused
+from drawbar.runtime.pretrained_files import make_model, read_config, read_generation_config
 from drawbar.runtime.safetensors_reader import TensorFiles, parameters_on_meta
 
 _ROWS = 512
@@ -43,14 +44,14 @@ def build_meta_model(name: str, head: Head = "causal_lm", find_weights: bool = T
     """
 
     def build(name: str, local_files_only: bool) -> nn.Module:
-        config = AutoConfig.from_pretrained(name, local_files_only=local_files_only)
+        config = read_config(name, local_files_only=local_files_only)
         check_head(config, head)
         set_fields(config, fields)
         with quiet_transformers(), parameters_on_meta():
-            model = HEADS[head].model_class.from_config(config, dtype=torch.float32)
+            model = make_model(HEADS[head].model_class, config, dtype=torch.float32)
         model.config.name_or_path = name
         if model.can_generate():
-            model.generation_config = _generation_config(name, local_files_only)
+            model.generation_config = read_generation_config(name, local_files_only=local_files_only)
         files = _open_files(name, model, local_files_only) if find_weights else None
         if files is not None:
             _untie_what_differs(model, files)
@@ -132,16 +133,6 @@ def _paths(name: str, local_files_only: bool) -> list[Path] | None:
     if Path(name).is_dir():
         raise OSError(f"there is no {SAFE_WEIGHTS_NAME} in {name}")
     return None
-
-
-def _generation_config(name: str, local_files_only: bool) -> GenerationConfig:
-    """As ``from_pretrained`` finds it."""
-    try:
-        return GenerationConfig.from_pretrained(name, local_files_only=local_files_only)
-    except OSError:  # older models say it in their config
-        return GenerationConfig.from_pretrained(
-            name, config_file_name="config.json", _from_model_config=True, local_files_only=local_files_only
-        )
 
 
 def _untie_what_differs(model: PreTrainedModel, files: TensorFiles) -> None:

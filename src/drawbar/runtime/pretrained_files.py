@@ -1,0 +1,133 @@
+"""The one door to transformers' ``from_pretrained`` and ``from_config``, for models, configs and tokenizers.
+
+Code that comes with a model is never run, and nobody is asked whether it may be; what a model needs and this machine
+or drawbar has not is told as such.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import dynamic_module_utils as code_of_models
+
+from drawbar.errors import UserError
+from drawbar.runtime.log import logger
+
+Kind = Literal["model", "tokenizer"]
+"""What is loaded; also the setting of a task that names it."""
+
+_QUANTIZED = ("quantization_config", "compression_config", "quantization")
+"""Fields of a ``config.json`` whose weights are stored quantized: of transformers, of older models, of MLX."""
+_OWN_CODE = re.compile(r"trust_remote_code|custom code")
+_NEEDED = (
+    r"pip[3]?\s+install\s+(?:-\S+\s+)*['\"]?([A-Za-z][\w.\-]*)",
+    r"need to install ([a-z][\w\-]*)",
+    r"requires the (?:🤗 )?([\w\-]+) library",
+)
+"""How transformers and the libraries below it say which package is missing."""
+
+# a task of the user's own may load a model, too: transformers would ask there on standard input, and wait
+code_of_models.TIME_OUT_REMOTE_CODE = 0
+
+
+def read_config(name: str, *, for_weights: bool = True, **options: Any) -> PreTrainedConfig:
+    """The config of a model, from its folder or the Hub.
+
+    Args:
+        name: a folder, or a name on the Hub.
+        for_weights: the weights are to be loaded, too; else the config is one to build another model from.
+        options: of transformers, such as ``local_files_only``.
+
+    Raises:
+        UserError: the model needs code of its own or a package that is not installed, or its weights are quantized.
+    """
+    with _explained("model", name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
+    for field in _QUANTIZED:
+        if not (found := getattr(config, field, None)):
+            continue
+        if for_weights:
+            raise _quantized(name, found)
+        delattr(config, field)
+    kernel = config._attn_implementation
+    if isinstance(kernel, str) and "/" in kernel:
+        logger.warning("%s asks for code of the Hub, %s, which is left out: attention is the usual one", name, kernel)
+        config._attn_implementation = None
+    return config
+
+
+def read_model(model_class: Any, name: str, **options: Any) -> Any:
+    """What ``from_pretrained`` of an ``AutoModelFor…`` class returns. Raises UserError as :func:`read_config` does."""
+    with _explained("model", name):
+        return model_class.from_pretrained(name, trust_remote_code=False, **options)
+
+
+def make_model(model_class: Any, config: PreTrainedConfig, **options: Any) -> Any:
+    """A model of an ``AutoModelFor…`` class with random weights. Raises UserError as :func:`read_config` does."""
+    with _explained("model", config.name_or_path or config.model_type):
+        return model_class.from_config(config, trust_remote_code=False, **options)
+
+
+def read_generation_config(name: str, **options: Any) -> GenerationConfig:
+    """As ``from_pretrained`` of a model finds it."""
+    try:
+        return GenerationConfig.from_pretrained(name, **options)
+    except OSError:  # older models say it in their config
+        return GenerationConfig.from_pretrained(
+            name, config_file_name="config.json", _from_model_config=True, **options
+        )
+
+
+def read_tokenizer(name: str, kind: Kind = "tokenizer", **options: Any) -> PreTrainedTokenizerBase:
+    """A tokenizer, from its folder or the Hub; ``kind`` is what its name stands for in the user's settings.
+
+    Raises:
+        UserError: it needs code of its own, or a package that is not installed.
+    """
+    with _explained(kind, name):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
+
+
+@contextmanager
+def _explained(kind: Kind, name: str) -> Iterator[None]:
+    """Context that tells what is missing here from what is wrong with the model, which the caller explains."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        text = " ".join(str(error).split())
+        if not isinstance(error, ImportError) and _OWN_CODE.search(text):
+            native = "name one whose code is part of transformers" if kind == "model" else "name another tokenizer"
+            raise UserError(
+                f"the {kind} {name} needs its own Python code, which drawbar does not run",
+                where=f"task.{kind}",
+                remedy=f"{native}; code that you have read and trust can be part of a task of your own (docs/tasks.md)",
+            ) from error
+        packages = [found[1].rstrip(".").lower() for way in _NEEDED if (found := re.search(way, text))]
+        if isinstance(error, ModuleNotFoundError) and error.name and not packages:
+            packages = [error.name.partition(".")[0]]
+        if packages == ["tiktoken"] and find_spec("sentencepiece") is None:  # which it tries first, and says nothing of
+            packages, text = ["sentencepiece"], "its vocabulary is a file of that library"
+        if not isinstance(error, ImportError) and not packages:
+            raise
+        package = packages[0] if packages else None
+        raise UserError(
+            f"the {kind} {name} needs {f'the package {package}' if package else 'what is not installed here'}: {text}",
+            where=f"task.{kind}",
+            remedy=f"`pip install {package}`" if package else "install it beside drawbar",
+        ) from error
+
+
+def _quantized(name: str, found: Any) -> UserError:
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    bits = found.get("bits") if isinstance(found, dict) else None
+    how = getattr(method, "value", method) or (f"{bits} bits" if bits else None)
+    return UserError(
+        f"{Path(name).name if Path(name).is_dir() else name} is stored quantized{f' ({how})' if how else ''}, which "
+        "drawbar does not train",
+        where="task.model",
+        remedy="name the model that is not: the one that this was made from",
+    )
