@@ -1,5 +1,6 @@
 """Output at a path that the user names: refused before any work where it cannot be written, and whole or absent."""
 
+import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -7,24 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.errors import ExitCode, UserError
-from drawbar.util.atomic_files import replacing
+from drawbar.util.atomic_files import is_stream, replacing, unwritable
 from drawbar.util.strict_json import json_line
 
 
 def check_output(text: str, overwrite: bool, option: str = "--output") -> Path:
-    """The file that an option names; refused, before any work, if it is there already or cannot be written.
+    """The file that an option names; refused, before any work, if it is there already or cannot be written. A stream,
+    such as ``/dev/stdout``, is no file that could be lost.
 
     Raises:
         UserError: see above.
     """
     path = Path(text)
-    if path.is_dir() or text.endswith("/"):
-        raise UserError(f"{text} is a folder", where=option, remedy="name a file in it")
+    reason = "a folder" if text.endswith("/") else unwritable(path)
+    if reason is not None:
+        raise UserError(f"{text} is {reason}", where=option, remedy="name a file")
+    if is_stream(path):
+        return path
     if path.exists() and not overwrite:
         raise UserError(f"{path} is there already", where=option, remedy="name another file, or add --overwrite")
     with writing(path, option):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        folder = Path(os.path.realpath(path)).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
     return path
 
@@ -32,7 +38,7 @@ def check_output(text: str, overwrite: bool, option: str = "--output") -> Path:
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> int:
     """One JSON object a line, written as they come; returns how many. Raises UserError where the disk takes no more."""
     count = 0
-    with writing(path, "--output"), replacing(path) as file:
+    with writing(path, "--output"), replacing(path, one_writer=False) as file:
         for record in records:
             file.write(json_line(record))
             count += 1

@@ -21,7 +21,7 @@ from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.errors import UserError
 from drawbar.evaluation.scoring import evaluate, predict, write_results
 from drawbar.evaluation.text_generation import Prompt, Sampling
-from drawbar.runtime.log import errors_in_log, open_log_file, start_logging
+from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logging
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.method_errors import is_user_defined
 from drawbar.tasks.task import Task
@@ -29,6 +29,7 @@ from drawbar.tracking.console import Console, make_console
 from drawbar.train.batch_making import make_augment
 from drawbar.train.batches import OpenedSplit, encode_split, eval_micro_batch, open_split
 from drawbar.train.setup import check_predicts, open_checkpoint, task_of_run
+from drawbar.util.atomic_files import is_stream
 
 
 @contextmanager
@@ -133,7 +134,8 @@ def predict_from_run(
                 count = write_lines(output, _with_answers(task, opened, answers))
             left_out = count - len(answers["prediction"])
             missing = f", {left_out:,} without prediction" if left_out else ""
-            console.message(f"{output}: {count:,} records{missing}")
+            said = logger.info if is_stream(output) else console.message  # /dev/stdout holds the predictions alone
+            said(f"{output}: {count:,} records{missing}")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 from drawbar.data.encode import OnProgress
 from drawbar.errors import ExitCode, UserError
+from drawbar.util.atomic_files import replacing
 
 BEAT_SECONDS = 1.0
 
@@ -125,6 +126,5 @@ class Failure:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a text atomically: readers see the old or the new content, never a part."""
-    draft = path.with_name(f"{path.name}-{socket.gethostname()}-{os.getpid()}")
-    draft.write_text(text)
-    os.replace(draft, path)
+    with replacing(path, one_writer=False, durable=False) as file:
+        file.write(text.encode())

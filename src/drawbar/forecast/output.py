@@ -9,7 +9,7 @@ from drawbar.errors import UserError
 from drawbar.forecast.forecast_tables import Compared
 from drawbar.forecast.run_forecast import RunForecast
 from drawbar.forecast.suggestions import Suggestion
-from drawbar.util.atomic_files import write_durably
+from drawbar.util.atomic_files import replacing
 
 
 def write_json(path: Path, forecast: RunForecast, compared: Compared, suggestions: Sequence[Suggestion] | None) -> None:
@@ -19,5 +19,5 @@ def write_json(path: Path, forecast: RunForecast, compared: Compared, suggestion
     text = json.dumps(
         {**forecast.as_dict(), "strategies": others, "suggestions": changes}, ensure_ascii=False, indent=2
     )
-    with writing(path, "--json"):
-        write_durably(path, text + "\n")
+    with writing(path, "--json"), replacing(path, one_writer=False) as file:
+        file.write(text.encode() + b"\n")

@@ -14,7 +14,7 @@ from typing import Any
 from drawbar.errors import ExitCode, UserError
 from drawbar.report.page_figure import PageFigure
 from drawbar.tracking.lines import duration, number
-from drawbar.util.atomic_files import replacing
+from drawbar.util.atomic_files import is_stream, replacing, unwritable
 from drawbar.util.byte_sizes import readable
 
 MARKER = b"<!-- drawbar report -->"
@@ -41,9 +41,9 @@ def check_target(target: Path, option: str) -> None:
     Raises:
         UserError: there is a file that is no page of drawbar's, or a folder.
     """
-    if target.is_dir():
-        raise UserError(f"{target} is a folder", where=option, remedy="name a file, such as report.html")
-    if not target.exists():
+    if (reason := unwritable(target)) is not None:
+        raise UserError(f"{target} is {reason}", where=option, remedy="name a file, such as report.html")
+    if not target.exists() or is_stream(target):
         return
     try:
         with target.open("rb") as file:
@@ -62,7 +62,7 @@ def write_page(page: bytes, target: Path, option: str) -> None:
     """Write a page. Raises UserError if that fails; a file that was there is then unchanged."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(target) as file:
+        with replacing(target, one_writer=False) as file:
             file.write(page)
     except OSError as error:
         raise UserError(

@@ -16,7 +16,7 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.models.folder import INITIAL_MODEL
 from drawbar.train.memory_probe import MICRO_BATCH_FILE
 from drawbar.train.rundir import ORIGIN_FILE
-from drawbar.util.atomic_files import identity, sync
+from drawbar.util.atomic_files import identity, replacing, sync
 from drawbar.util.best_score import BEST_FILE
 
 CONFIG = "config.yaml"
@@ -150,7 +150,11 @@ class RemoteRunFiles:
                 continue
             if draft.is_dir():
                 sync(draft)
-            draft.replace(target)
+            if target.exists():
+                with draft.open("rb") as fetched, replacing(target) as file:
+                    shutil.copyfileobj(fetched, file)
+            else:
+                draft.replace(target)
         sync(self._run_dir)
         shutil.rmtree(drafts, ignore_errors=True)
 

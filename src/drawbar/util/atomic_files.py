@@ -5,6 +5,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +16,13 @@ T = TypeVar("T")
 
 _TRANSIENT_ERRORS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT)
 """Errors of network file systems that are often gone a moment later: a server restarts, a handle is out of date."""
+_UNWRITABLE = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFBLK: "a disk",
+    stat.S_IFLNK: "a link in a circle",  # else the file behind it would have been found
+}
+"""What is neither written to nor replaced."""
 _RETRY_DELAYS = (0.5, 2.0)
 """Seconds before the second and the third attempt."""
 
@@ -24,17 +32,11 @@ def write_atomically(path: Path, content: bytes) -> None:
     may do so at the same time.
 
     Raises:
-        OSError: it cannot be written, nor its folder made.
+        OSError: it cannot be written, nor its folder made; see :func:`replacing`, too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        draft.write_bytes(content)
-        draft.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            draft.unlink()
-        raise
+    with replacing(path, one_writer=False, durable=False) as file:
+        file.write(content)
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -44,20 +46,77 @@ def write_durably(path: Path, text: str) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file, which takes the place of ``path`` at the end of the block; after an error ``path`` is as it was."""
-    draft = path.with_name(path.name + ".tmp")
+def replacing(path: Path, *, one_writer: bool = True, durable: bool = True) -> Iterator[BinaryIO]:
+    """A new file, which takes the place of ``path`` at the end of the block; after an error ``path`` is as it was.
+
+    All that drawbar replaces, it replaces here. A link stays: the file behind it is replaced. What a stream is at
+    ``path`` (see :func:`is_stream`) is written to instead.
+
+    Args:
+        one_writer: nobody else writes to a file of this name, or has one called ``NAME.tmp``.
+        durable: what has been written is on the disk before it is renamed.
+
+    Raises:
+        OSError: the disk takes no more, or something at ``path`` cannot be written to: see :func:`unwritable`.
+    """
+    if is_stream(path):
+        with _opened_stream(path) as stream:
+            yield stream
+        return
+    if (reason := unwritable(path)) is not None:
+        raise OSError(errno.EINVAL, f"it is {reason}", str(path))
+    place = Path(os.path.realpath(path))
+    draft = place.with_name(f"{place.name}{'' if one_writer else f'.{secrets.token_hex(4)}'}.tmp")
     try:
         with draft.open("wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+            if durable:
+                os.fsync(file.fileno())
+        with suppress(FileNotFoundError):
+            draft.chmod(stat.S_IMODE(place.stat().st_mode))
+        draft.replace(place)
     except BaseException:
         with suppress(OSError):
             draft.unlink()
         raise
-    sync(path.parent)
+    if durable:
+        sync(place.parent)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether ``path`` is, or leads to, what takes bytes as they come: a terminal or another device of characters, a
+    pipe, or this process's own standard output, whatever that is (``/dev/stdout``)."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return stat.S_ISCHR(found.st_mode) or stat.S_ISFIFO(found.st_mode) or _own_output(found) is not None
+
+
+def unwritable(path: Path) -> str | None:
+    """What there is at ``path`` that is neither a stream nor a file, and so is never written to; None for all else."""
+    place = Path(os.path.realpath(path))
+    try:
+        mode = place.lstat().st_mode
+    except OSError:
+        return None
+    return _UNWRITABLE.get(stat.S_IFMT(mode))
+
+
+def _own_output(found: os.stat_result) -> int | None:
+    """The descriptor of this process's standard output or error, where the file that was found is that."""
+    for descriptor in (1, 2):
+        with suppress(OSError):  # it may be closed
+            if os.path.samestat(found, os.fstat(descriptor)):
+                return descriptor
+    return None
+
+
+def _opened_stream(path: Path) -> BinaryIO:
+    own = _own_output(path.stat())
+    # standard output in a file, opened anew, would be written from its beginning
+    return path.open("wb") if own is None else os.fdopen(os.dup(own), "wb")
 
 
 def sync(path: Path) -> None:
@@ -85,8 +144,8 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
 def identity(path: Path) -> tuple[int, int, int, int]:
     """Metadata that changes when a file's content does: size, mtime and ctime in nanoseconds,
     and inode. A program can set mtime back, but not ctime."""
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 def retried(read: Callable[[], T]) -> T:

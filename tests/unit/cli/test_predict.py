@@ -247,6 +247,23 @@ def test_an_output_that_is_there_stays(trained: Path) -> None:
     assert there.read_text() == "mine"
 
 
+def test_outputs_that_are_streams_or_links_stay_what_they_are(project: Path) -> None:
+    write_unlabelled(project)
+    (project / "disk").mkdir()
+    (project / "disk" / "real.jsonl").write_text("old")
+    (project / "out.jsonl").symlink_to("disk/real.jsonl")
+    predict(project, "classes", "new.tsv", "data.columns=[id, text]", "--overwrite")
+    assert len(written(project)) == len(TEXTS)
+    assert (project / "out.jsonl").is_symlink()
+    for options in (
+        ("predict", "runs/classes", "--input", "new.tsv", "data.columns=[id, text]"),
+        ("generate", "runs/text"),
+    ):
+        done = run_cli(*options, "--output", "/dev/stdout", cwd=project)
+        assert done.code == 0, done.err
+        assert all(json.loads(line) for line in done.out.splitlines()), "nothing else is said there"
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [

@@ -44,6 +44,7 @@ from drawbar.launch.node.rank_environment import STATUS_VARIABLE, become_launche
 from drawbar.launch.node.rendezvous import Rendezvous
 from drawbar.launch.node.warm_process import ForkedRank, WarmProcess
 from drawbar.runtime.torch_internals import subprocess_handler
+from drawbar.util.atomic_files import replacing
 
 _QUIET_CODES = (ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 
@@ -230,7 +231,8 @@ def report_failure(error: BaseException) -> bool:
         "lost_peer": lost_peer,
     }
     message = str(error) if user_error else f"{type(error).__name__}: {error}"
-    _write_whole(Path(path), json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    with replacing(Path(path), durable=False) as file:
+        file.write(json.dumps({"message": {"message": message, "extraInfo": extra}}).encode())
     return True
 
 
@@ -238,16 +240,9 @@ def report_status(code: int) -> None:
     """Leave the exit code of a node's first rank for the launcher, which loses it when a signal ends the run."""
     path = os.environ.get(STATUS_VARIABLE)
     if path is not None and os.environ.get("LOCAL_RANK") == "0":
-        with contextlib.suppress(OSError):  # the launcher may be gone with its folder
-            _write_whole(Path(path), str(int(code)))
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all: this rank may be killed meanwhile, and torch's launcher fails on
-    half a file. Raises OSError where the launcher is gone with its folder."""
-    draft = path.with_name(f"{path.name}.tmp")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+        # whole or not at all: torch's launcher fails on half a file. It may be gone with its folder
+        with contextlib.suppress(OSError), replacing(Path(path), durable=False) as file:
+            file.write(str(int(code)).encode())
 
 
 def _is_peer_failure(error: BaseException) -> bool:
