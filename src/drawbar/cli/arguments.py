@@ -1,5 +1,6 @@
 """Shared arguments of the commands: configuration, run folder and checkpoint. Light to import, for every ``--help``."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +41,30 @@ def read(arguments: tuple[str, ...], cluster: str | None = None) -> "Settings":
     if overrides and "=" not in overrides[0]:
         path = overrides.pop(0)
     return read_settings(path, overrides, cluster)
+
+
+def user_program(task: "type[Task] | None") -> str | None:
+    """The absolute path of the user's own script, if the user called that and not ``drawbar``.
+
+    Raises:
+        UserError: no other process could run it: it is no file, or no longer one.
+    """
+    from drawbar.errors import UserError
+
+    if task is None:
+        return None
+    program = Path(sys.argv[0])
+    typed = {"": "a prompt", "-": "standard input", "-c": "the command line (-c)"}.get(sys.argv[0])
+    if typed is None and not hasattr(sys.modules["__main__"], "__file__"):
+        typed = "a notebook"
+    if typed is None and program.is_file():
+        return str(program.absolute())
+    raise UserError(
+        "the processes of the run would run this program again, and it cannot be: it came from "
+        + (typed or f"{program}, where there is no file (any more)"),
+        where=f"the task {task.__name__}",
+        remedy="save it to a file, and start that: `python FILE`",
+    )
 
 
 def check(settings: "Settings", task: "type[Task] | None") -> "LoadedConfig":

@@ -35,8 +35,9 @@ Of a sweep, the runs that are not complete are submitted as a new one.
 @click.pass_obj
 def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_run: bool) -> int:
     """Submit a job again, as it was: its run goes on from the newest checkpoint."""
+    from drawbar.cli.arguments import user_program
     from drawbar.cli.submission import SubmitRequest, prepare_job, prepare_sweep
-    from drawbar.cli.submit import send, user_program
+    from drawbar.cli.submit import send
     from drawbar.errors import UserError
     from drawbar.launch.code_snapshot import code_version
     from drawbar.launch.jobs.records import find

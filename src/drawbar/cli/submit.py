@@ -1,7 +1,6 @@
 """``drawbar submit``."""
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,6 +74,7 @@ def submit(
     of CONFIG. An interrupted job saves, goes back into the queue, and goes on from where it was. Over ssh, this command
     stays until the run is over, and ends with its exit code.
     """
+    from drawbar.cli.arguments import user_program
     from drawbar.cli.submission import SubmitRequest, name_elements, prepare_job, prepare_sweep
     from drawbar.launch.code_snapshot import code_version, snapshot_name
     from drawbar.launch.launchers import get_launcher
@@ -137,8 +137,3 @@ def send(prepared: "PreparedJob", dry_run: bool) -> int:
         click.echo(prepared.script(), nl=False)
         return ExitCode.DONE
     return prepared.submit()
-
-
-def user_program(task: "type[Task] | None") -> str | None:
-    """The user's own script, if the user called that and not ``drawbar``."""
-    return None if task is None else str(Path(sys.argv[0]).absolute())

@@ -175,5 +175,15 @@ def processes_to_start(config: "RunConfig", count_gpus: "Callable[[], int]") -> 
 
 
 def rerun_command(task: "type[Task] | None") -> list[str]:
-    """What follows ``python`` to run this same command again."""
-    return [*(["-m", "drawbar"] if task is None else [sys.argv[0]]), *sys.argv[1:]]
+    """What follows ``python`` to run this same command again. Raises UserError where that is impossible."""
+    from drawbar.cli.arguments import user_program
+
+    program = user_program(task)
+    if program is None:
+        return ["-m", "drawbar", *sys.argv[1:]]
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and os.path.realpath(spec.origin or "") == os.path.realpath(
+        program
+    ):  # python -m package.module
+        return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+    return sys.argv[:]

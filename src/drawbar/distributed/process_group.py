@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,7 @@ from drawbar.config.parallel_dims import ParallelDims
 from drawbar.distributed.liveness import Liveness
 from drawbar.distributed.rank_info import RankInfo, has_launcher, node_name
 from drawbar.distributed.stores import prefixed_store
-from drawbar.distributed.watchdog import ProcessId, Watchdog
+from drawbar.distributed.watchdog import JOINED, ProcessId, Watchdog
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime import torch_internals
 
@@ -88,6 +88,7 @@ class Distributed:
 
     def __enter__(self) -> Self:
         if self.size == 1:
+            _say_joined()
             return self
         if has_launcher():
             self._watchdog.start()
@@ -118,6 +119,7 @@ class Distributed:
             deadline.cancel()
         self._watchdog.watch_ranks(process_id for process_id, _ in ranks)
         self.nodes = tuple(name for _, name in ranks)
+        _say_joined()
         return self
 
     def ensure_process_group(self) -> None:
@@ -403,6 +405,13 @@ class DataParallelRanks:
         """Every data-parallel rank's value, in order, on global rank 0; None elsewhere."""
         gathered = self._world.gather((self.is_dp_leader, value if self.is_dp_leader else None))
         return None if gathered is None else [value for is_leader, value in gathered if is_leader]
+
+
+def _say_joined() -> None:
+    """Tell the launcher that this rank does what it was started for."""
+    if file := os.environ.get(JOINED):
+        with suppress(OSError):  # the launcher may be gone with its folder
+            Path(file).touch()
 
 
 def _listed(tensors: dict[str, torch.Tensor]) -> list[_Item]:

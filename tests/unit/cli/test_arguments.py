@@ -2,7 +2,9 @@
 
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 import drawbar
 from drawbar.cli import group
-from drawbar.cli.arguments import load, load_run
+from drawbar.cli.arguments import load, load_run, user_program
 from drawbar.cli.train import count_processes, rerun_command
 from drawbar.config.io.compare import check_same
 from drawbar.config.schema.run_config import CausalLMConfig
@@ -147,10 +149,42 @@ def test_how_many_processes(settings: tuple[str, ...], processes: int, monkeypat
     assert count_processes(config) == 1
 
 
-def test_the_command_that_ranks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_that_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_task.py").touch()
     monkeypatch.setattr(sys, "argv", ["my_task.py", "train", "config.yaml"])
     assert rerun_command(None) == ["-m", "drawbar", "train", "config.yaml"]
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__="my_task.py", __spec__=None))
     assert rerun_command(Shouting) == ["my_task.py", "train", "config.yaml"]
+    spec = ModuleSpec("package.my_task", None, origin=str(tmp_path / "my_task.py"))
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__="my_task.py", __spec__=spec))
+    assert rerun_command(Shouting) == ["-m", "package.my_task", "train", "config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("-", "standard input"),
+        ("-c", r"the command line \(-c\)"),
+        ("", "a prompt"),
+        ("ipykernel_launcher.py", "a notebook"),
+        ("deleted.py", "deleted.py, where there is no file"),
+        ("pipe", "pipe, where there is no file"),
+    ],
+)
+def test_a_program_that_no_rank_could_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")  # python <(cat my_task.py): it has been read
+    Path("ipykernel_launcher.py").touch()
+    main = SimpleNamespace() if program == "ipykernel_launcher.py" else SimpleNamespace(__file__=program)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", [program, "train", "launch.nproc=2"])
+    for use in (rerun_command, user_program):
+        with pytest.raises(UserError, match=f"it came from {said}") as caught:
+            use(Shouting)
+        assert caught.value.exit_code == 2
 
 
 def run_script(folder: str, arguments: list[str]) -> object:

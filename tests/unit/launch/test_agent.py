@@ -2,6 +2,8 @@
 
 import json
 import os
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from harness import run_ranks
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs to choose its cores")
 REPORT = """
 import json, os, pathlib, sys
+pathlib.Path(os.environ["DRAWBAR_JOINED_FILE"]).touch()
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS")
 pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps({name: os.environ[name] for name in names}))
 """
@@ -50,3 +53,19 @@ def test_processes_share_the_cores(tmp_path: Path) -> None:
 def test_threads_that_are_set_stay_set(tmp_path: Path) -> None:
     (report,) = reports(tmp_path / "set", 1, os.sched_getaffinity(0), threads="7")
     assert report["OMP_NUM_THREADS"] == "7"
+
+
+def launch_script(script: str) -> tuple[int, str]:
+    with redirect_stderr(StringIO()) as said:
+        return run_processes(["-c", script], 2), said.getvalue()
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["pass", "import os, time; time.sleep(600 if os.environ['RANK'] == '0' else 0)", "import sys; sys.exit()"],
+    ids=["all", "one", "by sys.exit"],
+)
+def test_a_rank_that_ends_without_having_met_the_others_has_failed(script: str) -> None:
+    ((code, said),) = run_ranks(launch_script, 1, script)
+    assert code == 1
+    assert "this process ended, with exit code 0, before it had met the others" in said

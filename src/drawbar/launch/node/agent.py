@@ -38,6 +38,7 @@ from drawbar.distributed.interrupt import (
     exit_message,
     handle,
 )
+from drawbar.distributed.watchdog import JOINED
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.node.node_check import NodeCheck
 from drawbar.launch.node.rank_environment import STATUS_VARIABLE, become_launcher
@@ -46,6 +47,7 @@ from drawbar.launch.node.warm_process import ForkedRank, WarmProcess
 from drawbar.runtime.torch_internals import subprocess_handler
 from drawbar.util.atomic_files import replacing
 
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _QUIET_CODES = (ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 
 
@@ -71,13 +73,13 @@ def run_processes(
     with tempfile.TemporaryDirectory(prefix="drawbar-") as folder:
         status = Path(folder) / "status"
         os.environ[STATUS_VARIABLE] = str(status)
-        ranks: list[ForkedRank | subprocess.Popen] = []
+        ranks: list[_Rank] = []
         _handle_signals(folder, ranks)
         own = rendezvous or Rendezvous(Path(folder).name, "127.0.0.1:0", nodes=1, node=0, address="127.0.0.1")
         config = _launch_config(own, nproc, timeout, folder)
         try:
             checked = node_check.run(rendezvous) if rendezvous and node_check else contextlib.nullcontext()
-            with checked, _ranks_of(warm_process, ranks):
+            with checked, _ranks_of(warm_process, ranks, folder):
                 elastic_launch(config, sys.executable)("-u", *arguments)
         except ChildFailedError as error:
             return _explain(error.failures)
@@ -110,15 +112,42 @@ def _launch_config(rendezvous: Rendezvous, nproc: int, timeout: float, log_dir: 
     )
 
 
+class _Rank:
+    """A rank, with the methods of ``Popen`` that torch's launcher uses. One that ends well without having met the
+    others has failed: nothing was done, and the others would wait for it."""
+
+    def __init__(self, process: ForkedRank | subprocess.Popen, environment: dict[str, str]) -> None:
+        self.pid = process.pid
+        self._process, self._environment = process, environment
+
+    def poll(self) -> int | None:
+        """The exit code, or minus the number of the signal that ended it; None while it runs."""
+        code = self._process.poll()
+        if code != ExitCode.DONE or os.path.exists(self._environment[JOINED]):
+            return code
+        error = UserError(
+            "this process ended, with exit code 0, before it had met the others, and so nothing was done",
+            remedy="see that the program comes to its run on every rank: each is the same command, started anew",
+        )
+        report_failure(error, self._environment.get(_ERROR_FILE))
+        return ExitCode.FAILED
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """The same as ``poll``, once the rank has ended. Raises ``subprocess.TimeoutExpired`` if that takes longer."""
+        self._process.wait(timeout)
+        return self.poll()
+
+
 @contextlib.contextmanager
-def _ranks_of(warm_process: WarmProcess | None, ranks: list[ForkedRank | subprocess.Popen]) -> Iterator[None]:
+def _ranks_of(warm_process: WarmProcess | None, ranks: list[_Rank], folder: str) -> Iterator[None]:
     """Context in which torch's elastic launcher takes its ranks from ``warm_process``, and adds them to ``ranks``.
     torch has no option for this."""
     start = subprocess_handler.Popen
 
-    def fork_or_start(args: tuple[str, ...], env: dict[str, str], **options: Any) -> ForkedRank | subprocess.Popen:
+    def fork_or_start(args: tuple[str, ...], env: dict[str, str], **options: Any) -> _Rank:
+        env = {**env, JOINED: os.path.join(folder, f"joined-{len(ranks)}")}
         forked = None if warm_process is None else warm_process.fork(args[2:], env)  # args: python, -u, …
-        ranks.append(forked or start(args, env=env, **options))
+        ranks.append(_Rank(forked or start(args, env=env, **options), env))
         return ranks[-1]
 
     subprocess_handler.Popen = fork_or_start
@@ -137,7 +166,7 @@ def _missing_nodes_error(rendezvous: Rendezvous, timeout: float) -> UserError:
     )
 
 
-def _handle_signals(folder: str, ranks: Sequence[ForkedRank | subprocess.Popen]) -> None:
+def _handle_signals(folder: str, ranks: Sequence[_Rank]) -> None:
     """Pass the first signal on to the ranks, which save and end; at the second, leave at once: the ranks then end, too.
 
     Torch's launcher would kill ranks that take longer than 30 s to save. A scheduler kills them when its grace is over,
@@ -214,11 +243,12 @@ def _time_of(failure: ProcessFailure) -> float:
     return float(message["extraInfo"].get("exact_time", failure.timestamp))
 
 
-def report_failure(error: BaseException) -> bool:
-    """Leave the error where the elastic launcher looks for it; False where there is no such launcher."""
+def report_failure(error: BaseException, path: str | None = None) -> bool:
+    """Leave the error where the elastic launcher looks for it, at ``path`` or where this rank was told; False where
+    there is no such launcher."""
     if lost_peer := _is_peer_failure(error):
         time.sleep(2)  # let the launcher first notice the rank that died: it then ends this one, too
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    path = path or os.environ.get(_ERROR_FILE)
     if not path or path == os.devnull:
         return False
     now = time.time()
