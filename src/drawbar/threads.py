@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Any
 
 SLEEP_SOON = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
 """``passive``: threads that wait sleep (all OpenMP runtimes). But with libgomp, threads spin for about 0.1 ms first, as
 waking them costs more than most waits inside a step take; ``benchmarks/busy_neighbour.py`` measures it."""
 _POOL_SECONDS = 10.0
-"""The longest wait for the extra thread pool of ``_spin_less``; without it threads spin longer, and nothing fails."""
+"""The longest wait for the extra thread pool of ``SleepAtOnce``; without it threads spin longer, and nothing fails."""
 _OWN_CHOICES = (*SLEEP_SOON, "KMP_BLOCKTIME", "KMP_LIBRARY")
 
 
@@ -26,22 +27,38 @@ def let_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> None:
     if not any(name in environ for name in _OWN_CHOICES):
         environ.update(SLEEP_SOON)
         if "torch" in sys.modules:
-            _spin_less()
+            SleepAtOnce().begin()
 
 
-def _spin_less() -> None:
-    """Make a libgomp that is loaded already (a script may import torch first) spin less. It does so while it
-    has more threads than there are cores (``gomp_throttled_spin_count_var`` in its source): one more thread pool sees
-    to that, and sleeps until the process ends. Other runtimes spin as before."""
-    torch, made = sys.modules["torch"], threading.Event()  # not inside the thread: the caller may hold the import lock
+class SleepAtOnce:
+    """Lets libgomp's threads sleep as soon as they wait, from :meth:`begin` to :meth:`end`.
 
-    def make_a_pool() -> None:
-        torch.ones(2**20).exp_()  # large enough for all threads
-        made.set()
-        threading.Event().wait()
+    libgomp does so while it has more threads than there are cores (``gomp_throttled_spin_count_var`` in its source, 0
+    with ``OMP_WAIT_POLICY=passive``): one more thread pool, which sleeps, sees to that. What is computed, and by how
+    many threads, stays the same, to the last bit. Other runtimes wait as before.
+    """
 
-    threading.Thread(target=make_a_pool, name="drawbar-spin-less", daemon=True).start()
-    made.wait(_POOL_SECONDS)
+    def __init__(self) -> None:
+        self._ended: threading.Event | None = None
+
+    def begin(self) -> None:
+        if self._ended is not None or not SLEEP_SOON.items() <= os.environ.items():  # as the user has chosen
+            return
+        torch, made, self._ended = sys.modules["torch"], threading.Event(), threading.Event()
+        arguments = (torch, made, self._ended)  # imported not inside: the caller may hold the import lock
+        threading.Thread(target=_keep_a_pool, args=arguments, name="drawbar-sleep-at-once", daemon=True).start()
+        made.wait(_POOL_SECONDS)
+
+    def end(self) -> None:
+        if self._ended is not None:
+            self._ended.set()
+            self._ended = None
+
+
+def _keep_a_pool(torch: Any, made: threading.Event, ended: threading.Event) -> None:
+    torch.ones(2**20).exp_()  # large enough for all threads
+    made.set()
+    ended.wait()  # the pool ends with this thread
 
 
 class CoreWait:
