@@ -217,22 +217,41 @@ class JsonLines(FileReader):
 
 
 class JsonFile(FileReader):
-    """A ``.json`` file: one array of objects, or one object whose only list is that array."""
+    """A ``.json`` file: one array of objects, or one object whose only list is that array; or, as `datasets` reads such
+    files, one object a line."""
 
     is_text: ClassVar[bool] = True
     holds: ClassVar[frozenset[str]] = frozenset()
     no_records: ClassVar[str] = "its list is empty"
 
     def units(self) -> Iterator[RawRecord]:
+        if self._has_lines():
+            return self._lines.units()
         return (RawRecord(value, self.path, number) for number, value in enumerate(self._values(), start=1))
 
     def where(self, unit: RawRecord) -> str:
-        return f"{unit.path}, record {unit.line}"
+        return self._lines.where(unit) if _is_line(unit) else f"{unit.path}, record {unit.line}"
 
     def decode(self, unit: RawRecord) -> Record:
+        if _is_line(unit):
+            return self._lines.decode(unit)
         record = _object(unit.raw, self.where(unit))
         _refuse_half_characters(record, self.where(unit))
         return record
+
+    @property
+    def _lines(self) -> JsonLines:
+        return JsonLines(self.path)
+
+    def _has_lines(self) -> bool:
+        """Whether the first line is an object without a list of records in it, or is one and not the only line."""
+        lines = _numbered_text(binary_lines(self.path))
+        _, first = next(lines, (0, b""))
+        try:
+            value = json.loads(first) if first.lstrip()[:1] == b"{" else None
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(value, dict) and (next(lines, None) is not None or not _lists(value))
 
     def _values(self) -> list[Any]:
         text = text_of(b"".join(whole_lines(self.path)), self.path, 1)
@@ -244,20 +263,27 @@ class JsonFile(FileReader):
             raise UserError(
                 f"{self.path} is not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}",
                 where=f"{self.path}:{error.lineno}",
-                remedy="mend the file; one with an object on each line must be named .jsonl",
+                remedy="mend the file: it holds one list of objects, or one object on each line",
             ) from error
         except (ValueError, RecursionError) as error:
             raise _beyond_limits(error, str(self.path)) from error
-        lists = [content] if isinstance(content, list) else []
-        if isinstance(content, dict):
-            lists = [value for value in content.values() if isinstance(value, list)]
+        lists = [content] if isinstance(content, list) else _lists(content)
         if len(lists) != 1:
             raise UserError(
                 f"{self.path} holds no list of records: a JSON {type(content).__name__} with {len(lists)} lists",
                 where=str(self.path),
-                remedy='write [{"text": "..."}, ...], or one object a line in a .jsonl file',
+                remedy='write [{"text": "..."}, ...], or one object a line',
             )
         return lists[0]
+
+
+def _is_line(unit: RawRecord) -> bool:
+    return isinstance(unit.raw, bytes)
+
+
+def _lists(content: Any) -> list[list[Any]]:
+    """The lists that are values of a JSON object."""
+    return [value for value in content.values() if isinstance(value, list)] if isinstance(content, dict) else []
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,36 @@ def test_the_usual_separator_leaves_what_a_run_remembers_of_its_files_unchanged(
     ]
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"a": 1}\n{"a": 2}\n',
+        b'\xef\xbb\xbf\n{"a": 1}\r\n\r\n{"a": 2}',
+        b'{"a": 1}\n{"a": 2, "b": [3]}\n',
+        b'{"a": 1, "b": [3]}\n{"a": 2}\n',
+    ],
+)
+def test_a_json_file_of_lines(tmp_path: Path, content: bytes) -> None:
+    for name, of_name in (("a.json", content), ("b.json.gz", gzip.compress(content))):
+        (tmp_path / name).write_bytes(of_name)
+        records = opened(tmp_path / name)
+        assert [record["a"] for record in records] == [1, 2]
+        assert records.where(0).startswith(f"{tmp_path}/{name}:")
+
+
+def test_a_json_file_of_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"a": 1}\n')
+    assert list(opened(tmp_path / "a.json")) == [{"a": 1}]
+    (tmp_path / "a.json").write_text('{"version": "1.1", "data": [{"a": 1}, {"a": 2}]}')
+    assert list(opened(tmp_path / "a.json")) == [{"a": 1}, {"a": 2}]
+
+
+def test_a_broken_line_of_a_json_file_is_a_bad_record(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"a": 1}\n{"a": \n{"a": 3}\n')
+    assert refused(tmp_path / "a.json").where == f"{tmp_path}/a.json:2"
+    assert list(opened(tmp_path / "a.json", on_bad_record="skip")) == [{"a": 1}, {"a": 3}]
+
+
 def test_json_file_with_one_list(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"version": 1, "data": [{"a": 1}, {"a": float("nan")}]}))
@@ -318,7 +348,7 @@ BAD_FILES = [
     ("a.jsonl.gz", truncated_gzip(), "not a complete gzip file"),
     ("a.csv.gz", b"a,b\n", "is not what its name says, but no gzip file"),
     ("a.json", b'[{"a": 1},\n {"a": }]', "not valid JSON"),
-    ("a.json", b'{"a": 1}\n{"a": 2}\n', "must be named .jsonl"),
+    ("a.json", b'{"a": 1,\n "b": }', "not valid JSON"),
     ("a.json", b'{"a": [], "b": []}', "with 2 lists"),
     ("a.json", b"7", "a JSON int"),
     ("a.json", b'["\xff"]', "not UTF-8"),
