@@ -124,10 +124,10 @@ def run_process(
             with without_rank_in_environment():
                 folder.save_reference(make_reference(workload, device, request.precision, console))
         expected = folder.reference()
-    tokenizer, metadata, done = _rank0_result(
-        rank_info, device, lambda: (workload.tokenizer, workload.dataset_metadata, folder.names())
+    tokenizer, metadata, columns, done = _rank0_result(
+        rank_info, device, lambda: (workload.tokenizer, workload.dataset_metadata, workload.columns, folder.names())
     )
-    workload = replace(workload, tokenizer=tokenizer, dataset_metadata=metadata)
+    workload = replace(workload, tokenizer=tokenizer, dataset_metadata=metadata, columns=columns)
     for case in request.cases:
         if case.name in done:
             continue

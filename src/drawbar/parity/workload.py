@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from drawbar.config.schema.run_config import RunConfig
+from drawbar.config.schema.task_sections import COLUMNS_BY_SHAPE
 from drawbar.data.loader import Loader
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
@@ -55,12 +56,17 @@ class Workload:
     """See ``TaskContext``."""
     tokenizer: Any = None
     dataset_metadata: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The task's options that name columns, as the data have them."""
 
     def with_tokenizer_and_metadata(self) -> "Workload":
         """With the tokenizer and the dataset's metadata, made in this process alone."""
         alone = Distributed(RankInfo(), _HOST, self.config.launch.timeout)
         task = build_task(self.task_type, self.config, alone, self.config.run_dir, initial_model=self.initial_model)
-        return replace(self, tokenizer=task.tokenizer, dataset_metadata=task.dataset_metadata)
+        found = task.run_config.task
+        columns = {name: getattr(found, name) for name in COLUMNS_BY_SHAPE if hasattr(found, name)}
+        metadata = task.dataset_metadata
+        return replace(self, tokenizer=task.tokenizer, dataset_metadata=metadata, columns=columns)
 
     def loader(self, config: RunConfig, world: Distributed, console: Console | None = None) -> Loader[Batch]:
         task = make_task(self.task_type, self._context(config))
@@ -104,6 +110,7 @@ class Workload:
         return engine
 
     def _context(self, config: RunConfig) -> TaskContext:
+        config = config.model_copy(update={"task": config.task.model_copy(update=self.columns)})
         return TaskContext(config, self.tokenizer, self.dataset_metadata, initial_model=self.initial_model)
 
     def _context_of_changed_model(self, config: RunConfig) -> TaskContext:

@@ -23,6 +23,7 @@ from drawbar.tasks.chat import ChatFormat, chat_prompt, parts_written, read_temp
 from drawbar.tasks.generation import continuations, stop_with
 from drawbar.tasks.messages import Chat, as_chat, check_message, message_text
 from drawbar.tasks.pretrained import PretrainedTask, mean_and_perplexity
+from drawbar.tasks.record_shapes import ALPACA_INPUT, ALPACA_INSTRUCTION, alpaca_prompt
 from drawbar.tasks.task import require
 from drawbar.tasks.task_context import TaskContext
 
@@ -197,7 +198,9 @@ class CausalLM(PretrainedTask):
                 remedy="to train on plain texts, set task.prompt_column and task.completion_column to null; to train "
                 "on prompts and completions, use records that have both",
             )
-        return require(record, config.prompt_column, "task.prompt_column")
+        prompt = require(record, config.prompt_column, "task.prompt_column")
+        given = record.get(ALPACA_INPUT) if config.prompt_column == ALPACA_INSTRUCTION else None
+        return prompt if not isinstance(given, str) else alpaca_prompt(prompt, given)
 
     def _text(self, record: dict[str, Any]) -> str:
         return require(record, self.config.text_column, "task.text_column")

@@ -24,6 +24,18 @@ class Chat(NamedTuple):
 
 SPEAKERS = ("system", "developer", "user", "assistant")
 """Roles of which the content is text. What others say, such as a tool, may be any value."""
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+}
+"""What ShareGPT and LLaMA-Factory call who speaks (``from``) by the names of chat templates; others are alike."""
+_SHAREGPT_CALLS = ("function_call", "tool_call")
 _OWN_ARGUMENTS = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 """What belongs to the call, and not to the template."""
 
@@ -31,8 +43,8 @@ _OWN_ARGUMENTS = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template
 def as_chat(record: Mapping[str, Any], messages: list[Any]) -> Chat:
     """The messages of a record, with what else of it is for the template: ``TEMPLATE_COLUMNS``.
 
-    ``system`` becomes the first message, unless there is one; tools and arguments may be JSON as text, as tables have
-    them.
+    Messages may be those of ShareGPT, with ``from`` and ``value``. ``system`` becomes the first message, unless there
+    is one; tools and arguments may be JSON as text, as tables have them.
 
     Raises:
         UserError: these are not what templates take.
@@ -52,10 +64,23 @@ def as_chat(record: Mapping[str, Any], messages: list[Any]) -> Chat:
         options[TOOLS] = [_from_json(tool) for tool in tools]
     if isinstance(documents, list) and all(isinstance(document, dict) for document in documents):
         options[DOCUMENTS] = documents
+    messages = [_from_sharegpt(message) for message in messages]
     system = record.get(SYSTEM)
     if isinstance(system, str) and system.strip() and not _has_system(messages):
         messages = [{"role": "system", "content": system}, *messages]
     return Chat(messages, options)
+
+
+def _from_sharegpt(message: Any) -> Any:
+    """``{"from": "human", "value": …}`` as ``{"role": "user", "content": …}``; anything else as it is."""
+    if not isinstance(message, dict) or not {"from", "value"} <= message.keys() or "role" in message:
+        return message
+    spoken, said = message["from"], message["value"]
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    call = _from_json(said) if spoken in _SHAREGPT_CALLS else None
+    if isinstance(call, dict):
+        return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}], **rest}
+    return {"role": _SHAREGPT_ROLES.get(spoken, spoken), "content": said, **rest}
 
 
 def _is_other(value: Any, kind: type) -> bool:

@@ -22,7 +22,7 @@ from drawbar.config.io.fields import show
 from drawbar.config.io.load_config import SCRIPT_FILE, script_of_run
 from drawbar.config.io.source import read_file
 from drawbar.config.schema.run_config import OptimSection, ParallelSection, RunConfig, TaskConfig, TrainSection
-from drawbar.config.schema.task_sections import TokenizerTraining
+from drawbar.config.schema.task_sections import CausalLMConfig, TokenizerTraining
 from drawbar.data.loader import OtherData
 from drawbar.data.tokenizer import load_tokenizer
 from drawbar.distributed.process_group import Distributed
@@ -35,8 +35,10 @@ from drawbar.models.lora import FrozenBaseInfo
 from drawbar.optim.schedules import learning_rate_scale
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import seed_everything
+from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.chat import read_template
 from drawbar.tasks.pretrained import PretrainedTask
+from drawbar.tasks.record_shapes import known_columns
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_context import TaskContext
 from drawbar.tasks.task_registry import is_named, task_class
@@ -80,7 +82,8 @@ def build_task(
     trains: bool = True,
     initial_model: Path | None = None,
 ) -> Task:
-    """The task with its tokenizer and dataset metadata: loaded from ``source_run_dir``, the run directory that the
+    """The task with its tokenizer and dataset metadata, and, in its options, the columns of data whose shape is known:
+    loaded from ``source_run_dir``, the run directory that the
     weights come from, if saved there; otherwise made by the task of rank 0. The other ranks then build their tasks with
     both.
 
@@ -91,6 +94,11 @@ def build_task(
     Raises:
         UserError: the task cannot be built, one of its methods fails, or it finds metadata that are no plain values.
     """
+    options = config.task
+    if task_type is CausalLM and isinstance(options, CausalLMConfig):
+        before = _saved_options(source_run_dir) if has_checkpoint else None
+        found = world.from_rank0(lambda: known_columns(options, config.data, before), "reading the first record")
+        config = config.model_copy(update={"task": options.model_copy(update=found)})
     initial_model = initial_model or initial_model_of(config.run_dir, config.task)
     context = TaskContext(
         config, has_checkpoint=has_checkpoint, has_labels=has_labels, trains=trains, initial_model=initial_model

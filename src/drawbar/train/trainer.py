@@ -184,6 +184,8 @@ class Trainer:
             config = with_original_choices(config, start.checkpoint, world.device)
         config = check_machine(config, world)
         task = build_task(self.task_type, config, world, source_run_dir, has_checkpoint=start.checkpoint is not None)
+        of_data = {"task": task.run_config.task}  # with the columns that the data have
+        config, self.config = config.model_copy(update=of_data), self.config.model_copy(update=of_data)
         config = choose_padding_free(task, config, world.device)
         opened = open_data(task, config, world)
         with name_failing_method(task):

@@ -10,6 +10,7 @@ from drawbar.config.io.fields import show
 from drawbar.config.io.load_config import load_config
 from drawbar.config.io.source import config_of_run, read_file
 from drawbar.config.schema.run_config import RunConfig, TrainSection
+from drawbar.config.schema.task_sections import COLUMNS_BY_SHAPE, names_no_column
 from drawbar.errors import UserError
 
 MAY_CHANGE: dict[str, str] = {
@@ -76,9 +77,14 @@ class Difference:
 
 def differences(old: RunConfig, new: RunConfig) -> list[Difference]:
     """Settings that differ, without those that may (``MAY_CHANGE``) or that keep the stored value
-    (``INHERITED_IF_AUTO``), by dotted key in the file's order."""
+    (``INHERITED_IF_AUTO``, and columns that the shape of the records decided), by dotted key in the file's order."""
     found = _all_differences(old, new)
-    return [difference for difference in found if not (_may_change(difference.key) or _keeps_stored_value(difference))]
+    by_shape = [f"task.{name}" for name in COLUMNS_BY_SHAPE] if names_no_column(new.task) else []
+    return [
+        difference
+        for difference in found
+        if not (_may_change(difference.key) or _keeps_stored_value(difference) or difference.key in by_shape)
+    ]
 
 
 def render_differences(found: Sequence[Difference]) -> str:

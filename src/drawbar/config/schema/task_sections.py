@@ -73,6 +73,10 @@ TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs", "system")
 """The keys of a record that the chat template gets beside its messages, as in TRL and axolotl."""
 
 
+COLUMNS_BY_SHAPE = ("prompt_column", "completion_column", "messages_column")
+"""Options of ``causal_lm`` that follow from the shape of the records, where the user names no column."""
+
+
 class CausalLMConfig(LanguageModelConfig):
     """Options of the built-in task `causal_lm`: predict the next token."""
 
@@ -96,6 +100,11 @@ class CausalLMConfig(LanguageModelConfig):
     """Chats: a Jinja file, or a template as text, in place of the tokenizer's own; it is kept with the tokenizer."""
     generation: GenerationSection | None = None
     """Instruction tuning: write completions in an evaluation, and score them (default: the loss alone)."""
+
+
+def names_no_column(options: TaskConfig) -> bool:
+    """Whether the user leaves it to the shape of the records which columns ``causal_lm`` reads."""
+    return isinstance(options, CausalLMConfig) and not options.model_fields_set & {*COLUMNS_BY_SHAPE, "text_column"}
 
 
 class SequenceClassificationConfig(PretrainedTaskConfig):
