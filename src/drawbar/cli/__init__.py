@@ -4,8 +4,10 @@ import atexit
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -182,6 +184,10 @@ def _flush() -> None:
 
 
 def _invoke(task: "type[Task] | None") -> int:
+    from drawbar.distributed.interrupt import exit_now, handle
+
+    if threading.current_thread() is threading.main_thread():
+        handle(signal.default_int_handler, signal.SIGINT, deaf=partial(exit_now, trains=False))
     try:
         return _run_command(task)
     except (KeyboardInterrupt, click.Abort):  # also while an error is reported

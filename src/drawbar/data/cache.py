@@ -23,7 +23,7 @@ from drawbar.data.heartbeat import Failure, Heartbeat, Watch
 from drawbar.data.readers import Record
 from drawbar.data.reading import Reading
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.log import logger
+from drawbar.runtime.log import logger, told_while_waiting
 
 T = TypeVar("T")
 
@@ -308,16 +308,18 @@ def _wait_or_make(
     failure = Failure(entry.beside(".error"))
     head_start_until = time.monotonic() + HEAD_START_SECONDS
     with entry.beside(".lock").open("ab") as lock:  # closing it unlocks it, and so does the end of the process
-        while True:
-            found = entry.read()
-            if found is not None:
-                return found
-            failure.raise_if_new()
-            watch.look(progress)
-            if (eager or watch.seen or time.monotonic() > head_start_until) and _try_lock(lock.fileno()):
-                return _read_or_make(entry, make, failure)
-            watch.raise_if_silent(timeout)
-            time.sleep(POLL_SECONDS)
+        with told_while_waiting(lambda: str(watch), HEAD_START_SECONDS + 1):
+            while True:
+                found = entry.read()
+                if found is not None:
+                    return found
+                failure.raise_if_new()
+                watch.look(progress)
+                if (eager or watch.seen or time.monotonic() > head_start_until) and _try_lock(lock.fileno()):
+                    break
+                watch.raise_if_silent(timeout)
+                time.sleep(POLL_SECONDS)
+        return _read_or_make(entry, make, failure)
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -78,6 +78,11 @@ class Watch:
         if progress and self._about.get("total"):
             progress(self._about["done"], self._about["total"])
 
+    def __str__(self) -> str:
+        if not self._about:
+            return f"the process that holds {self.path.with_suffix('.lock')}"
+        return f"process {self._about['pid']} on host {self._about['host']}, which encodes the data"
+
     def raise_if_silent(self, timeout: float) -> None:
         if time.monotonic() - self._changed <= timeout:
             return

@@ -10,7 +10,7 @@ from typing import Any
 from drawbar.data.arrow import ROWS_AT_ONCE, ColumnarReader, Group
 from drawbar.data.class_labels import Feature
 from drawbar.errors import UserError
-from drawbar.runtime.hub import hub_answers
+from drawbar.runtime.hub import fetching, hub_answers
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class HubDataset(ColumnarReader):
         except UserError as error:
             raise UserError(error.what, where=self.key, remedy=error.remedy) from error
         try:
-            with _offline(not online):
+            with _offline(not online), fetching(self.dataset, online and not self.streaming):
                 return datasets.load_dataset(self.dataset, name=self.subset, split=self.split, streaming=self.streaming)
         except Exception as error:  # `datasets` raises errors of many libraries
             raise self._unusable(error, online) from error

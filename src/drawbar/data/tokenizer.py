@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from drawbar.errors import UserError, nearest
-from drawbar.runtime.hub import hub_answers, meant_folder
+from drawbar.runtime.hub import fetching, hub_answers, meant_folder
 from drawbar.runtime.log import logger
 from drawbar.runtime.pretrained_files import Kind, read_tokenizer
 from drawbar.util.file_content import content_of, pointer
@@ -94,7 +94,8 @@ def load_tokenizer(name_or_folder: str, kind: Kind = "tokenizer") -> PreTrainedT
         raise _unusable(name_or_folder, is_folder, "")
     online = not is_folder and hub_answers(name_or_folder)
     try:
-        tokenizer = read_tokenizer(name_or_folder, kind, local_files_only=not online)
+        with fetching(name_or_folder, online):
+            tokenizer = read_tokenizer(name_or_folder, kind, local_files_only=not online)
     except UserError:
         raise
     except Exception as error:

@@ -1,10 +1,15 @@
-"""Signals before a run has anything to save: the process exits at once."""
+"""Signals before a run has anything to save: the process exits at once, also where its main thread waits in a call of
+C++, such as torch's rendezvous, and Python runs no handler."""
 
+import math
 import os
 import signal
+import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -22,20 +27,74 @@ ECHO_SECONDS = 2.0
 or the scheduler signals Apptainer and the launcher inside, and Apptainer, without a terminal, passes the signal on."""
 
 
-def handle(handler: Handler, *numbers: signal.Signals) -> dict[signal.Signals, Any]:
+_DEAF_SECONDS = 1.0
+"""So long after a signal the main thread counts as deaf."""
+_heard: dict[int, float] = {}
+"""By signal: when the main thread last ran its handler, by ``time.monotonic``."""
+_listener: list[socket.socket] = []
+"""What Python's own handler writes the numbers of signals to, and what a thread reads them from."""
+
+
+def handle(handler: Handler, *numbers: signal.Signals, deaf: Handler | None = None) -> dict[signal.Signals, Any]:
     """Install ``handler`` for these signals, except those that this process was told to ignore, as by nohup.
+
+    Args:
+        deaf: what a thread does instead where the main thread does not run the handler within a second.
 
     Returns:
         The previous handlers.
     """
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in heard}
+
+    def hear(number: int, frame: FrameType | None) -> Any:
+        _heard[number] = time.monotonic()
+        return handler(number, frame)
+
+    hear.deaf = deaf  # type: ignore[attr-defined]
+    _listen()
+    return {number: signal.signal(number, hear) for number in heard}
+
+
+def _listen() -> None:
+    """Start the thread that learns of every signal, unless somebody else, such as asyncio, asks Python for them."""
+    if _listener:
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+        return
+    _listener[:] = [reader, writer]
+
+    def read() -> None:
+        while numbers := reader.recv(64):
+            came = time.monotonic()
+            time.sleep(_DEAF_SECONDS)
+            for number in numbers:
+                deaf = getattr(signal.getsignal(number), "deaf", None)
+                # the handler may have run before this thread learned of the signal
+                if deaf is not None and _heard.get(number, -math.inf) < came - _DEAF_SECONDS / 2:
+                    deaf(number, None)
+
+    threading.Thread(target=read, name="signals", daemon=True).start()
+
+
+def _be_no_listener() -> None:
+    """In a fork, where the thread is not: its signals are none of the process that it was forked from."""
+    if _listener:
+        with suppress(ValueError):  # not in the main thread of a process that a thread has forked
+            signal.set_wakeup_fd(-1)
+    _listener.clear()
+
+
+os.register_at_fork(after_in_child=_be_no_listener)
 
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
     """Context where a scheduler's signal ends the process with code 75, a person's with 130, as after a save."""
-    before = handle(exit_now, *REQUEUE_SIGNALS, *INTERRUPT_SIGNALS)
+    before = handle(exit_now, *REQUEUE_SIGNALS, *INTERRUPT_SIGNALS, deaf=exit_now)
     try:
         yield
     finally:
@@ -43,11 +102,29 @@ def exit_on_signal() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def exit_now(number: int, frame: FrameType | None) -> None:
-    """End this process at once. It prints why, unless drawbar's launcher started it: then the launcher alone does."""
+@contextmanager
+def heard_inside_calls() -> Iterator[None]:
+    """Context in which a signal that Python would handle, as it does for a script of the user's own, ends the process
+    where the main thread is deaf."""
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # elsewhere Python refuses signal handlers
+        for number in (*REQUEUE_SIGNALS, *INTERRUPT_SIGNALS):
+            handler = signal.getsignal(number)
+            if callable(handler) and not hasattr(handler, "deaf"):
+                before |= handle(handler, number, deaf=exit_now)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def exit_now(number: int, frame: FrameType | None, *, trains: bool = True) -> None:
+    """End this process at once. It prints why, unless drawbar's launcher started it: then the launcher alone does.
+    ``trains`` is as for :func:`exit_message`."""
     received = signal.Signals(number)
     if LAUNCHER not in os.environ or os.environ[LAUNCHER] == str(os.getpid()):
-        print(exit_message(received), file=sys.stderr, flush=True)
+        print(exit_message(received, trains), file=sys.stderr, flush=True)
     os._exit(exit_code_of(received))
 
 

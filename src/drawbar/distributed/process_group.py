@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 
 from drawbar.config.parallel_dims import ParallelDims
+from drawbar.distributed.interrupt import heard_inside_calls
 from drawbar.distributed.liveness import Liveness
-from drawbar.distributed.rank_info import RankInfo, has_launcher, node_name
+from drawbar.distributed.rank_info import RankInfo, has_launcher, node_name, who_set_rank
 from drawbar.distributed.stores import prefixed_store
 from drawbar.distributed.watchdog import JOINED, ProcessId, Watchdog
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime import torch_internals
+from drawbar.runtime.log import logger, told_while_waiting
 
 T = TypeVar("T")
 
@@ -33,6 +35,8 @@ _Item = tuple[str, torch.Size, torch.dtype]
 
 _FILE_CHUNK = 2**26
 """Bytes of a file that are sent at once."""
+_LAUNCHER_SECONDS = 10.0
+"""Ranks of one launcher may come so long after one another before anybody is told."""
 _FOREVER = timedelta(days=3650)
 """Timeout for gloo where :class:`Liveness` decides how long a rank waits."""
 
@@ -97,22 +101,11 @@ class Distributed:
         deadline = threading.Timer(2 * self.timeout.total_seconds() + 5, self._give_up)
         deadline.daemon = True
         deadline.start()
+        # without a launcher the variables may be left over from another run, and nobody else may come
+        patience = _LAUNCHER_SECONDS if has_launcher() else 0.5
         try:
-            self._store = prefixed_store(self.timeout)
-            self._store.set(f"came/{self.rank}", node_name())
-            self._liveness = Liveness(self._store, self.rank, self.size, self.timeout.total_seconds())
-            self._liveness.publish_first()
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if on_cuda else "gloo",  # gloo for what is offloaded to the host
-                store=self._store,
-                rank=self.rank,
-                world_size=self.size,
-                timeout=self.timeout,
-                device_id=self.device if on_cuda else None,
-            )
-            self._control = dist.new_group(backend="gloo", timeout=self.timeout)
-            self._liveness.start()
-            ranks: list[tuple[ProcessId, str]] = self.all_gather((self._watchdog.process_id, node_name()))
+            with heard_inside_calls(), told_while_waiting(self._whom_it_waits_for, patience, self._tell):
+                ranks = self._meet(on_cuda)
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise self._rendezvous_error(f"{self._describe_absent()}{error}") from error
         finally:
@@ -121,6 +114,24 @@ class Distributed:
         self.nodes = tuple(name for _, name in ranks)
         _say_joined()
         return self
+
+    def _meet(self, on_cuda: bool) -> list[tuple[ProcessId, str]]:
+        """Make the groups, and learn of each rank which process it is, and on which node."""
+        self._store = prefixed_store(self.timeout)
+        self._store.set(f"came/{self.rank}", node_name())
+        self._liveness = Liveness(self._store, self.rank, self.size, self.timeout.total_seconds())
+        self._liveness.publish_first()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_cuda else "gloo",  # gloo for what is offloaded to the host
+            store=self._store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=self.timeout,
+            device_id=self.device if on_cuda else None,
+        )
+        self._control = dist.new_group(backend="gloo", timeout=self.timeout)
+        self._liveness.start()
+        return self.all_gather((self._watchdog.process_id, node_name()))
 
     def ensure_process_group(self) -> None:
         """Make a process group of one process, for strategies that need a group. Several processes have one already."""
@@ -135,6 +146,17 @@ class Distributed:
         for group in torch_internals._world.pg_map:
             set_timeout(self.timeout, group)
 
+    def _whom_it_waits_for(self) -> str:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return f"rank{'s' * (len(others) > 1)} {_ranges(others)} at {place}, as {who_set_rank()}"
+
+    def _tell(self, text: str) -> None:
+        if self.is_rank0:
+            logger.warning("rank 0 %s", text)
+        elif not has_launcher():  # it may be alone, and other ranks than 0 have no console
+            print(f"warning: rank {self.rank} {text}", file=sys.stderr, flush=True)
+
     def _give_up(self) -> None:
         error = self._rendezvous_error("nobody answers at MASTER_ADDR and MASTER_PORT")
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -148,14 +170,14 @@ class Distributed:
             return ""
         if not absent or self.rank in absent:
             return ""
-        return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} did not come: "
+        return f"rank{'s' * (len(absent) > 1)} {_ranges(absent)} did not come: "
 
     def _rendezvous_error(self, reason: str) -> UserError:
         return UserError(
             f"rank {self.rank} could not meet the other {self.size - 1} processes: {reason}",
             where=f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}, MASTER_PORT={os.environ.get('MASTER_PORT')}",
-            remedy="check that every process was started, with the same MASTER_ADDR and MASTER_PORT, "
-            "and that no other program uses that port",
+            remedy="check that every process was started, with the same MASTER_ADDR and MASTER_PORT, and that no other "
+            f"program uses that port; {who_set_rank()}: unset them to run alone",
             exit_code=ExitCode.FAILED,
         )
 
@@ -405,6 +427,13 @@ class DataParallelRanks:
         """Every data-parallel rank's value, in order, on global rank 0; None elsewhere."""
         gathered = self._world.gather((self.is_dp_leader, value if self.is_dp_leader else None))
         return None if gathered is None else [value for is_leader, value in gathered if is_leader]
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """``1–3, 5``"""
+    starts = [rank for rank in ranks if rank - 1 not in ranks]
+    ends = [rank for rank in ranks if rank + 1 not in ranks]
+    return ", ".join(str(start) if start == end else f"{start}–{end}" for start, end in zip(starts, ends, strict=True))
 
 
 def _say_joined() -> None:

@@ -108,6 +108,12 @@ def has_rank(environ: Mapping[str, str] = os.environ) -> bool:
     return "RANK" in environ or "WORLD_SIZE" in environ
 
 
+def who_set_rank(environ: Mapping[str, str] = os.environ) -> str:
+    """For messages: the variables that make this process one of several, and who has set them, as far as is known."""
+    by = "torch's launcher, or drawbar's" if has_launcher(environ) else "no launcher that drawbar knows of"
+    return f"RANK={environ.get('RANK')} and WORLD_SIZE={environ.get('WORLD_SIZE')} are set in the environment, by {by}"
+
+
 def has_launcher(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process's parent is a launcher that stays for as long as its ranks do."""
     return any(name in environ for name in _LAUNCHER_VARIABLES)

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from drawbar.errors import UserError, nearest
 from drawbar.models.folder import check_model_folder, foreign_file
 from drawbar.models.heads import HEADS, Head, check_head
-from drawbar.runtime.hub import hub_answers, meant_folder
+from drawbar.runtime.hub import fetching, hub_answers, meant_folder
 from drawbar.runtime.log import logger
 from drawbar.runtime.pretrained_files import make_model, read_config, read_model
 from drawbar.runtime.safetensors_reader import parameters_on_meta
@@ -349,7 +349,8 @@ def from_hub(load: Callable[..., T], name: str) -> T:
     except UserError as error:  # the hub does not know the name
         raise UserError(error.what, where="task.model", remedy=f"{error.remedy}{hint}") from error
     try:
-        return load(name, local_files_only=not online)
+        with fetching(name, online):
+            return load(name, local_files_only=not online)
     except (OSError, ValueError, KeyError, ZeroDivisionError, StrictDataclassError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         foreign = foreign_file(Path(name)) if is_folder else None

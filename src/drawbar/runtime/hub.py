@@ -1,5 +1,6 @@
 """Whether the Hugging Face Hub can be asked: without a network, the answer must not take a minute."""
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -7,7 +8,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
 from drawbar.errors import UserError, nearest
-from drawbar.runtime.log import logger
+from drawbar.runtime.log import logger, told_while_waiting
 
 TIMEOUT_SECONDS = 5.0
 
@@ -36,6 +37,11 @@ def hub_answers(name: str, kind: Literal["model", "dataset"] = "model") -> bool:
         logger.info("the Hugging Face Hub cannot be reached (%s): using the local cache", error)
         return False
     return True
+
+
+def fetching(name: str, online: bool) -> AbstractContextManager[None]:
+    """Context for what may fetch files for minutes, without a progress bar: it says so."""
+    return told_while_waiting(f"{name} from the Hugging Face Hub", after=2.0) if online else nullcontext()
 
 
 def meant_folder(name: str) -> str:

@@ -7,8 +7,10 @@ The run directory comes into being only when everything is ready to train, so re
 import logging
 import logging.handlers
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,6 +41,27 @@ def start_logging(rank: int, console: logging.Handler) -> None:
     logger.addHandler(_early)
     if rank == 0:
         logger.addHandler(console)
+
+
+@contextmanager
+def told_while_waiting(
+    whom: str | Callable[[], str], after: float = 1.0, say: Callable[[str], object] = logger.info
+) -> Iterator[None]:
+    """Context for a wait: where it takes longer than ``after`` seconds, a thread says for whom this process waits, then
+    every minute. A function is asked each time."""
+    over, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        pause = after
+        while not over.wait(pause):
+            say(f"waits for {whom if isinstance(whom, str) else whom()} ({time.monotonic() - began:.0f} s)")
+            pause = 60.0
+
+    threading.Thread(target=tell, name="waiting", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def log_to_file(text: str, level: int = logging.ERROR) -> None:

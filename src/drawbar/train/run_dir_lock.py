@@ -9,7 +9,7 @@ from typing import IO
 
 from drawbar.checkpoint.space import check_writable
 from drawbar.errors import UserError
-from drawbar.runtime.log import logger
+from drawbar.runtime.log import logger, told_while_waiting
 from drawbar.util.run_dir import LOCK_FILE
 
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
@@ -27,23 +27,28 @@ def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
     """
     lock = open(folder / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115 - held until the run ends
     end = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                logger.warning("%s is on a file system without locks: see that one process alone trains it", folder)
+
+    def holder() -> str:
+        lock.seek(0)
+        return lock.read().strip() or "another process"
+
+    with told_while_waiting(lambda: f"{holder()}, which trains the run {folder.name}; up to {patience:g} s"):
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            if time.monotonic() < end:
-                time.sleep(0.1)
-                continue
-            lock.seek(0)
-            raise UserError(
-                f"the run {folder.name} is being trained now, by {lock.read().strip() or 'another process'}",
-                where=str(folder),
-                remedy="wait for it, stop it, or choose another run.name",
-            ) from error
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    logger.warning("%s is on a file system without locks: see that one process alone trains it", folder)
+                    break
+                if time.monotonic() < end:
+                    time.sleep(0.1)
+                    continue
+                raise UserError(
+                    f"the run {folder.name} is being trained now, by {holder()}",
+                    where=str(folder),
+                    remedy="wait for it, stop it, or choose another run.name",
+                ) from error
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
     lock.flush()

@@ -118,7 +118,7 @@ class Stop:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python refuses signal handlers
-            self._before = handle(exit_now, *_REASONS)
+            self._before = handle(exit_now, *_REASONS, deaf=exit_now)
         return self
 
     def begin(self) -> None:

@@ -1,6 +1,9 @@
 """The world: collectives on several ranks, none on one, and who is missing when somebody is."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import torch.distributed as dist
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import ExitCode, UserError
-from harness import run_ranks
+from harness import free_port, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -136,6 +139,56 @@ def test_the_rank_that_does_not_come_is_named() -> None:
     assert nothing is None
     assert told is not None
     assert "rank 0 could not meet the other 2 processes: rank 1 did not come" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("rank", "number", "code"), [("0", "SIGINT", ExitCode.INTERRUPTED), ("1", "SIGTERM", ExitCode.REQUEUE)]
+)
+def test_a_rank_that_waits_says_for_whom_and_hears_a_signal(rank: str, number: str, code: int) -> None:
+    """In torch's store, which waits in C++: with variables that are left over from another run."""
+    place = {"RANK": rank, "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    env = {**os.environ, **place, "MASTER_PORT": str(free_port())}
+    program = [sys.executable, "-c", WAITING]
+    with subprocess.Popen(program, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = next(line for line in process.stdout if "waits for" in line)
+            others = "1–3" if rank == "0" else "0, 2–3"
+            assert f"rank {rank} waits for ranks {others} at 127.0.0.1:{env['MASTER_PORT']}" in line
+            assert f"RANK={rank} and WORLD_SIZE=4 are set in the environment, by no launcher" in line
+            process.send_signal(getattr(signal, number))
+            assert process.wait(60) == code  # without an ear for it, it would wait for ten minutes
+        finally:
+            process.kill()
+
+
+WAITING = """
+import logging, torch
+from drawbar.distributed.interrupt import exit_on_signal
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
+
+logging.basicConfig()
+with exit_on_signal():
+    Distributed(RankInfo.from_environment(), torch.device("cpu"), timeout=600).__enter__()
+"""
+
+
+FORKING = """
+import os, signal, time
+from drawbar.distributed.interrupt import exit_now, handle
+
+handle(lambda *_: None, signal.SIGTERM, deaf=exit_now)
+if not os.fork():
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(0)
+os.wait()
+time.sleep(1.5)
+"""
+
+
+def test_a_signal_of_a_fork_is_none_of_its_parents() -> None:
+    assert subprocess.run([sys.executable, "-c", FORKING], check=False, timeout=60).returncode == 0
 
 
 def test_a_world_that_never_gets_together() -> None:

@@ -36,6 +36,7 @@ from drawbar.distributed.interrupt import (
     REQUEUE_SIGNALS,
     exit_code_of,
     exit_message,
+    exit_now,
     handle,
 )
 from drawbar.distributed.watchdog import JOINED
@@ -191,7 +192,11 @@ def _handle_signals(folder: str, ranks: Sequence[_Rank]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(128 + number)
 
-    handle(pass_on, *REQUEUE_SIGNALS, *INTERRUPT_SIGNALS)
+    def leave_deaf(number: int, frame: FrameType | None) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        exit_now(number, frame)
+
+    handle(pass_on, *REQUEUE_SIGNALS, *INTERRUPT_SIGNALS, deaf=leave_deaf)
 
 
 def _signal_and_wait(pids: Sequence[int], number: int) -> None:
