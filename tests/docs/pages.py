@@ -27,6 +27,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
+    assert "```output" not in page.read_text(encoding="utf-8"), "nobody compares it: write ```text output"
     return [Block(language, mark, text) for language, mark, text in BLOCK.findall(page.read_text(encoding="utf-8"))]
 
 
