@@ -114,7 +114,7 @@ Examples:
   drawbar parity config.yaml                         every strategy against one process
   drawbar doctor config.yaml                         what this machine is, and what is wrong with it
   drawbar config explain optim.lr config.yaml        a setting: its value, its origin, its meaning
-  drawbar completion                                 let your shell complete all of these
+  drawbar completion --install                       let your shell complete all of these
 """,
 )
 @click.version_option(package_name="drawbar", message="%(prog)s %(version)s")

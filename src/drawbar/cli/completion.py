@@ -1,6 +1,7 @@
-"""``drawbar completion``: install the completion of commands, settings and runs for the user's shell."""
+"""``drawbar completion``: the completion of commands, settings and runs for the user's shell, printed or installed."""
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -95,26 +96,32 @@ _SHELLS = {"bash": BashCompletion, "zsh": ZshCompletion, "fish": FishCompletion}
     short_help="Let the shell complete commands, settings and runs.",
     epilog="""\b
 Examples:
-  drawbar completion                   for the shell that $SHELL names
-  drawbar completion zsh
-  drawbar completion bash --print      print the script, and write nothing
+  drawbar completion --install               for the shell that $SHELL names
+  drawbar completion zsh --install
+  drawbar completion bash                    print the script, and write nothing
 """,
 )
 @click.argument("shell", type=click.Choice(list(_SHELLS)), metavar="[bash|zsh|fish]", required=False)
-@click.option("--print", "prints", is_flag=True, help="Print the script instead of installing it.")
+@click.option("--install", is_flag=True, help="Write the script into your home, where your shell reads it.")
+@click.option("--print", "prints", is_flag=True, hidden=True, help="Print the script: what it does without --install.")
 @click.pass_context
-def completion(context: click.Context, shell: str | None, prints: bool) -> None:
-    """Install the completion for your shell: TAB then completes commands, options, settings and their values, runs.
+def completion(context: click.Context, shell: str | None, install: bool, prints: bool) -> None:
+    """Print the script of the completion for your shell: TAB then completes commands, options, settings and their
+    values, runs.
 
-    Writes a script into your home, and for bash and zsh one line into ~/.bashrc or ~/.zshrc that reads it. What it
-    says of that goes to standard error. For this shell alone: eval "$(drawbar completion bash --print)".
+    With --install, the script is written into your home, and for bash and zsh one line into ~/.bashrc or ~/.zshrc that
+    reads it. For this shell alone: eval "$(drawbar completion bash)".
     """
+    if install and prints:
+        raise click.UsageError("--install and --print do different things; give one of them.")
     shell = shell or Path(os.environ.get("SHELL", "")).name
     if shell not in _SHELLS:
         raise click.UsageError("say for which shell: drawbar completion bash, zsh or fish")
     text = completion_script(shell, context.find_root().command)
-    if prints:
+    if not install:
         click.echo(text, nl=False)
+        if sys.stdout.isatty():
+            click.echo(f"# nothing is installed: drawbar completion {shell} --install does that", err=True)
         return
     script, start_file = completion_files(shell, os.environ)
     try:
@@ -124,7 +131,7 @@ def completion(context: click.Context, shell: str | None, prints: bool) -> None:
         raise UserError(
             f"the completion cannot be installed: {error.strerror}",
             where=str(error.filename or script),
-            remedy=f"write it yourself where your shell reads it: drawbar completion {shell} --print",
+            remedy=f"write it yourself where your shell reads it: drawbar completion {shell} > FILE",
         ) from error
     click.echo(f"wrote {script}" + (f", and a line that reads it to {start_file}" if has_changed else ""), err=True)
     click.echo(f"It works in each {shell} that is started from now on.", err=True)

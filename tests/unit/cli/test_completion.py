@@ -140,7 +140,7 @@ def test_a_shell_completes_after_one_command(shell: str, folder: Path) -> None:
     for name in ("ZDOTDIR", "XDG_DATA_HOME", "XDG_CONFIG_HOME"):
         environment.pop(name, None)
     for _ in range(2):  # the second time changes nothing
-        subprocess.run([program, "completion"], env=environment, check=True, capture_output=True)
+        subprocess.run([program, "completion", "--install"], env=environment, check=True, capture_output=True)
     _, start_file = completion_files(shell, {"HOME": str(home)})
     if start_file is not None:
         assert (home / start_file.name).read_text().count("added by") == 1
@@ -161,7 +161,7 @@ def test_a_shell_completes_after_one_command(shell: str, folder: Path) -> None:
 
 
 def test_what_is_said_is_no_output_for_a_shell_to_run(folder: Path) -> None:
-    done = run_cli("completion", "bash", cwd=folder, env={"HOME": str(folder / "home")})
+    done = run_cli("completion", "bash", "--install", cwd=folder, env={"HOME": str(folder / "home")})
     assert done.out == ""
     assert f"wrote {folder / 'home'}" in done.err
 
@@ -175,13 +175,18 @@ def test_a_shell_that_is_not_known(folder: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_home_that_may_not_be_written(folder: Path) -> None:
     (folder / "home").mkdir(mode=0o555)
-    done = run_cli("completion", "bash", cwd=folder, env={"HOME": str(folder / "home")})
+    done = run_cli("completion", "bash", "--install", cwd=folder, env={"HOME": str(folder / "home")})
     assert done.code == 2
-    assert "--print" in done.err
+    assert "drawbar completion bash > FILE" in done.err
 
 
-def test_the_script_can_be_printed(folder: Path) -> None:
-    done = run_cli("completion", "zsh", "--print", cwd=folder, env={"HOME": str(folder / "home")})
-    assert done.code == 0
-    assert "compdef" in done.out
-    assert not (folder / "home").exists()
+@pytest.mark.parametrize("arguments", [("bash",), ("zsh",), ("fish",), ("zsh", "--print")])
+def test_the_script_is_printed_and_nothing_is_written(folder: Path, arguments: tuple[str, ...]) -> None:
+    home = folder / "home"
+    home.mkdir()
+    (home / ".bashrc").write_text("mine\n")
+    done = run_cli("completion", *arguments, cwd=folder, env={"HOME": str(home)})
+    assert (done.code, done.err) == (0, "")
+    assert {"bash": "complete -o", "zsh": "compdef", "fish": "complete --"}[arguments[0]] in done.out
+    assert [path.name for path in home.rglob("*")] == [".bashrc"]
+    assert (home / ".bashrc").read_text() == "mine\n"
