@@ -132,8 +132,8 @@ CONFIGURATION = [
 ]  # fmt: skip
 
 COMBINATIONS = [
-    Case("steps and epochs", (*TRAIN, "train.epochs=1"),
-         ("train.steps=12 (config.yaml:8)", "train.epochs=1.0 (command line)", "both say how long", "keep one")),
+    Case("steps and epochs", (*TRAIN, "train.epochs=1", "train.steps=12"),
+         ("train.steps=12 (command line)", "train.epochs=1.0 (command line)", "both say how long", "keep one")),
     Case("neither steps nor epochs", (*TRAIN, "train.steps=null"), ("nothing says how long to train", "train.epochs")),
     Case("micro-batch that does not divide", (*TRAIN, "train.micro_batch=3"),
          ("train.micro_batch=3", "train.global_batch=8", "divides global_batch")),

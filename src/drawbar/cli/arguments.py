@@ -1,5 +1,6 @@
 """Shared arguments of the commands: configuration, run folder and checkpoint. Light to import, for every ``--help``."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,14 @@ checkpoint_option = click.option(
 def load(arguments: tuple[str, ...], task: "type[Task] | None", cluster: str | None = None) -> "LoadedConfig":
     """``[CONFIG] [KEY=VALUE]...``: a file (if the first argument is no override) and overrides; both outrank a cluster
     profile, if one is given."""
-    return check(read(arguments, cluster), task)
+    return noted(check(read(arguments, cluster), task))
+
+
+def noted(loaded: "LoadedConfig") -> "LoadedConfig":
+    """Say what the command line has replaced, but not once more on each rank."""
+    for note in loaded.notes if "RANK" not in os.environ else ():
+        click.echo(f"note: {note}", err=True)
+    return loaded
 
 
 def read(arguments: tuple[str, ...], cluster: str | None = None) -> "Settings":
@@ -100,4 +108,4 @@ def load_run(run: str, overrides: tuple[str, ...], task: "type[Task] | None") ->
     from drawbar.config.io.load_config import load_run_config
 
     with quick_imports():
-        return load_run_config(run, overrides, task.Config if task else None)
+        return noted(load_run_config(run, overrides, task.Config if task else None))

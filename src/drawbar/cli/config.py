@@ -45,9 +45,10 @@ def show(task: Any, path: str, overrides: tuple[str, ...], origins: bool, deepsp
     """
     if origins and deepspeed:
         raise click.UsageError("--origins and --deepspeed print different things; give one of them.")
+    from drawbar.cli.arguments import noted
     from drawbar.config.io.load_config import dump_yaml, load_config
 
-    loaded = load_config(path, overrides, task.Config if task else None)
+    loaded = noted(load_config(path, overrides, task.Config if task else None))
     if deepspeed:
         _show_deepspeed(loaded)
         return

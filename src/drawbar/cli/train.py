@@ -103,7 +103,7 @@ def start(
         from drawbar.train.trainer import Trainer
 
     check_deepspeed(loaded, RankInfo.from_environment().world_size)
-    trainer = Trainer(loaded.config, task, resume=resume, fork=fork, weights_only=weights_only)
+    trainer = Trainer(loaded.config, task, resume=resume, fork=fork, weights_only=weights_only, notes=loaded.notes)
     return trainer.fit().exit_code
 
 

@@ -106,6 +106,7 @@ class Trainer:
         fork: name of a new run, which begins from a checkpoint of the run that ``config`` names.
         weights_only: do not take the optimizer's state of that checkpoint, or of the one that ``resume`` names.
         callbacks: called after those that the setting ``callbacks`` names.
+        notes: lines for the log, about where ``config`` comes from.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Trainer:
         fork: str | None = None,
         weights_only: bool = False,
         callbacks: Sequence[Callback] = (),
+        notes: Sequence[str] = (),
     ) -> None:
         check_rules(config, RULES + TRAIN_RULES)
         self.callbacks = [*make_callbacks(config.callbacks), *callbacks]
@@ -128,6 +130,7 @@ class Trainer:
         self.resume = resume
         self.fork = fork
         self.weights_only = weights_only
+        self.notes = notes
         self._lock = RunDirLock(self.config.run_dir)
 
     def fit(self) -> Outcome:
@@ -146,6 +149,8 @@ class Trainer:
         start_logging(rank_info.rank, console.logging_handler())
         warn_of_one_process(self.config, device)
         warn_of_untested_versions()
+        for note in self.notes:
+            logger.info("%s", note)
         try:
             with (
                 errors_in_log(),

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawbar.config.io.alternatives import ALTERNATIVES
+from drawbar.config.io.fields import lookup
 from drawbar.config.io.load_config import load_config
 from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, check_world, resolve_micro_batch
 from drawbar.config.schema.run_config import DataSection, ParallelSection, RunConfig, TrainSection
@@ -227,12 +229,89 @@ def test_evaluation_needs_neither_training_data_nor_steps():
 
 def test_error_names_values_and_origins(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text("data: {train: a.txt}\ntrain:\n  steps: 10\n")
+    path.write_text("data: {train: a.txt}\ntrain:\n  steps: 10\n  epochs: 2\n")
     with pytest.raises(UserError) as caught:
-        check_rules(load_config(path, ["train.epochs=2", "eval.every=5"]), RULES + TRAIN_RULES)
+        check_rules(load_config(path, ["eval.every=5"]), RULES + TRAIN_RULES)
     text = str(caught.value)
-    assert f"train.steps=10 ({path}:3), train.epochs=2.0 (command line): both say how long to train" in text
+    assert f"train.steps=10 ({path}:3), train.epochs=2.0 ({path}:4): both say how long to train" in text
     assert "eval.every=5 (command line), eval.patience=null (default)" in text
+
+
+def test_what_can_be_said_in_two_ways_is_known_to_the_command_line():
+    """Every rule of that kind; the sources of records are checked where they are read."""
+    of_rules = {rule.keys for rule in RULES + TRAIN_RULES if rule.reason.startswith("both say")}
+    assert of_rules <= set(ALTERNATIVES)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "kept", "note"),
+    [
+        ("train: {epochs: 3}", ["train.steps=20"], {"train.steps": 20, "train.epochs": None}, "train.epochs=3"),
+        ("train: {steps: 3}", ["train={epochs: 2}"], {"train.steps": None, "train.epochs": 2.0}, "train.steps=3"),
+        (
+            "train: {micro_batch_tokens: 512}",
+            ["train.micro_batch=4"],
+            {"train.micro_batch": 4, "train.micro_batch_tokens": None},
+            "train.micro_batch_tokens=512",
+        ),
+        (
+            "train: {micro_batch: 4}",
+            ["train.micro_batch_tokens=512"],
+            {"train.micro_batch": "auto", "train.micro_batch_tokens": 512},
+            "train.micro_batch=4",
+        ),
+        (
+            "data: {validation_share: 0.1}",
+            ["data.validation=v.txt"],
+            {"data.validation": "v.txt", "data.validation_share": None},
+            "data.validation_share=0.1",
+        ),
+        (
+            "data: {validation: {files: [v.txt], reader: .txt}}",
+            ["data.validation_share=0.1"],
+            {"data.validation": None, "data.validation_share": 0.1},
+            "data.validation=",
+        ),
+        (
+            "parallel: {strategy: deepspeed}\ndeepspeed: {config: ds.json}",
+            ["deepspeed.preset=zero2"],
+            {"deepspeed.preset": "zero2", "deepspeed.config": None},
+            "deepspeed.config=ds.json",
+        ),
+        (
+            "data: {train: {files: a.txt}}",
+            ["data.train.dataset=imdb"],
+            {"data.train.dataset": "imdb", "data.train.files": None},
+            "data.train.files=a.txt",
+        ),
+    ],
+)
+def test_the_command_line_takes_the_place_of_what_a_file_says_in_another_way(tmp_path, text, overrides, kept, note):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    loaded = load_config(path, overrides)
+    assert {key: lookup(loaded.config, key) for key in kept} == kept
+    (said,) = loaded.notes
+    assert "(command line) takes the place of " + note in said
+    assert f"({path}:" in said
+    assert not any(key.startswith(note.partition("=")[0] + ".") for key in loaded.origins)
+
+
+@pytest.mark.parametrize("override", ["train.steps=null", "optim.lr=0.1", "train.micro_batch=auto"])
+def test_what_chooses_nothing_replaces_nothing(tmp_path, override):
+    path = tmp_path / "config.yaml"
+    path.write_text("train: {epochs: 3, micro_batch_tokens: 512}")
+    loaded = load_config(path, [override])
+    assert (loaded.config.train.epochs, loaded.config.train.micro_batch_tokens, loaded.notes) == (3.0, 512, ())
+
+
+def test_two_ways_in_one_place_are_refused(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("train: {epochs: 3}")
+    loaded = load_config(path, ["data.train=a", "train.epochs=2", "train.steps=5"])
+    assert loaded.notes == ()
+    with pytest.raises(UserError, match="both say how long to train"):
+        check_rules(loaded, TRAIN_RULES)
 
 
 def test_error_names_the_origin_of_a_section(tmp_path):

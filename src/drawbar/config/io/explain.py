@@ -123,8 +123,9 @@ _INTRODUCTION = """\
 
 A run is described by a YAML file and `key=value` arguments that overrule it. `drawbar config show` prints the result
 with every default written out; `drawbar config explain KEY` says what a key means and where its value came from.
-Unknown keys are errors. `~`, `$NAME` and `${NAME}` are expanded in paths. Values are YAML 1.2: `3e-4` is a number, and
-`yes` is text.
+Where two settings say the same in different ways (`train.steps` and `train.epochs`), the one on the command line
+takes the place of the one in the file, and a line says so; both in one place are refused. Unknown keys are errors.
+`~`, `$NAME` and `${NAME}` are expanded in paths. Values are YAML 1.2: `3e-4` is a number, and `yes` is text.
 """
 
 _OTHERS = """\

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML, CommentedMap, CommentedSeq, RoundTripRepresenter, ScalarNode
 
 from drawbar.config.deepspeed.deepspeed_file import fill_from_deepspeed_json
+from drawbar.config.io.alternatives import replace_alternatives
 from drawbar.config.io.problems import report_errors, report_missing_values
 from drawbar.config.io.source import (
     DEFAULT,
@@ -41,6 +42,8 @@ class LoadedConfig:
     """Origin by dotted key, of the keys that were given."""
     path: Path | None
     """The YAML file; None where there is none."""
+    notes: tuple[str, ...] = ()
+    """What the command line has replaced besides the settings that it names."""
 
     def origin(self, key: str) -> Origin:
         """Where the setting came from; a section that was not given as a whole, from where its first key did."""
@@ -56,7 +59,8 @@ def load_config(
 ) -> LoadedConfig:
     """Read a YAML file, merge ``a.b.c=VALUE`` arguments over it (VALUE is YAML), and check the whole.
 
-    Sections merge; a value or a list replaces. Where ``task`` is not given, ``task.type`` names it.
+    Sections merge; a value or a list replaces, and so does another way to say the same (``train.steps`` for
+    ``train.epochs``). Where ``task`` is not given, ``task.type`` names it.
     ``cluster`` names a profile, which the file and the arguments overrule.
 
     Raises:
@@ -72,6 +76,7 @@ def read_settings(path: str | Path | None, overrides: Sequence[str] = (), cluste
         settings = merge_over(read_profile(cluster), settings)
     for override in overrides:
         apply_override(settings, override)
+    replace_alternatives(settings)
     fill_from_deepspeed_json(settings)
     _drop_retired(settings)
     return settings
@@ -100,7 +105,7 @@ def check_settings(settings: Settings, task: type[TaskConfig] | None = None) -> 
     report_missing_values(config_type, settings)
     if config is None or settings.problems:
         raise _one_error(settings.problems)
-    return LoadedConfig(config, settings.origins, settings.path)
+    return LoadedConfig(config, settings.origins, settings.path, tuple(settings.notes))
 
 
 def _drop_retired(settings: Settings) -> None:

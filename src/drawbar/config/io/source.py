@@ -44,6 +44,8 @@ class Settings:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What the command line has replaced besides the settings that it names."""
     without_value: list[str] = field(default_factory=list)
     """Arguments such as ``run.name=``; the configuration's class says what their values may be: see
     ``report_missing_values``."""
