@@ -80,7 +80,7 @@ def database() -> bytes:
 OTHERS = {
     "lfs": LFS,
     "annex": ANNEX,
-    "gzip": gzip.compress(LINE),
+    "gzip": gzip.compress(LINE, mtime=0),
     "zip": zipped("train.csv"),
     "office": zipped("[Content_Types].xml"),
     "torch": saved_by_torch(),
@@ -127,15 +127,15 @@ def test_what_is_no_text_is_named_whatever_text_it_should_be(kind: str, tmp_path
         ("a.parquet", LFS, "a Git LFS pointer", "git lfs pull"),
         ("a.arrow", LFS, "a Git LFS pointer", "git lfs pull"),
         ("a.jsonl.gz", LFS, "a Git LFS pointer", "git lfs pull"),
-        ("a.parquet", gzip.compress(LINE), "a gzip file", "unpack it"),
+        ("a.parquet", gzip.compress(LINE, mtime=0), "a gzip file", "unpack it"),
         ("a.parquet", HTML, "a page of HTML", "download"),
         ("a.arrow", parquet(), "a Parquet file", ".parquet"),
-        ("a.jsonl", gzip.compress(LINE), "a gzip file", "a.jsonl.gz"),
+        ("a.jsonl", gzip.compress(LINE, mtime=0), "a gzip file", "a.jsonl.gz"),
         ("a.jsonl", HTML, "a page of HTML", "download"),
         ("a.json", b'\n<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "an XML file", "download"),
         ("a.csv", b"\xef\xbb\xbf<HTML>\n", "a page of HTML", "download"),
-        ("a.jsonl.gz", gzip.compress(gzip.compress(LINE)), "a gzip file", "unpack"),
-        ("a.jsonl.gz", gzip.compress(tar()), "a tar archive", "tar -xf"),
+        ("a.jsonl.gz", gzip.compress(gzip.compress(LINE, mtime=0), mtime=0), "a gzip file", "unpack"),
+        ("a.jsonl.gz", gzip.compress(tar(), mtime=0), "a tar archive", "tar -xf"),
         ("a.txt.gz", LINE, "no gzip file", "rename it without .gz"),
         ("a.txt.gz", HTML, "a page of HTML", "download"),
     ],
@@ -158,7 +158,7 @@ def test_a_file_far_behind_is_named_before_the_first_record_is_read(tmp_path: Pa
 
 
 def test_a_renamed_file_is_read(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(gzip.compress(LINE))
+    (tmp_path / "a.jsonl").write_bytes(gzip.compress(LINE, mtime=0))
     (tmp_path / "a.jsonl").rename(tmp_path / "a.jsonl.gz")
     assert list(opened(tmp_path / "a.jsonl.gz")) == [json.loads(LINE)]
 
@@ -217,7 +217,7 @@ class Whole(FileReader):
 def test_a_reader_of_the_users_own_reads_all_but_pointers(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     source = SourceSection(files=str(path), reader=f"{__name__}:Whole")
-    path.write_bytes(gzip.compress(LINE))
+    path.write_bytes(gzip.compress(LINE, mtime=0))
     assert list(opened(source)) == [{"size": path.stat().st_size}]
     path.write_bytes(LFS)
     assert "a Git LFS pointer" in refused(source).what

@@ -111,7 +111,7 @@ LFS = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize
     ("name", "content", "what"),
     [
         ("model.safetensors", LFS, "is a Git LFS pointer"),
-        ("model.safetensors", gzip.compress(b"weights"), "is a gzip file"),
+        ("model.safetensors", gzip.compress(b"weights", mtime=0), "is a gzip file"),
         ("model.safetensors", b"<html><body>Sign in</body></html>", "is a page of HTML"),
         ("model.safetensors", pickle.dumps({"weight": 1}), "is a pickle"),
         ("config.json", LFS, "is a Git LFS pointer"),
