@@ -80,8 +80,8 @@ def _lines(folder: Path, job: "JobStatus | None", progress: "LoggedProgress") ->
         lines.append(("step", progress.step_of_total))
     if progress.loss is not None:
         lines.append(("loss", number(progress.loss)))
-    if progress.tokens_per_second is not None:
-        lines.append(("speed", speed(progress.tokens_per_second)))
+    if (rate := speed(progress.rates)) is not None:
+        lines.append(("speed", rate))
     if progress.best is not None:
         best = progress.best
         lines.append(("best", f"{best.metric} {number(best.score)} at step {best.step}"))

@@ -16,7 +16,7 @@ from drawbar.launch.jobs.progress import LoggedProgress, evaluation_scores, metr
 from drawbar.launch.jobs.records import JobRecord, find, read, run_file
 from drawbar.launch.jobs.run_status import is_locked, last_host
 from drawbar.launch.launchers import ask_status
-from drawbar.tracking.lines import duration, evaluation_line, join, log_line, time_left
+from drawbar.tracking.lines import duration, evaluation_line, join, log_line, speed, time_left
 from drawbar.tracking.live_view import LabelledValue, LiveValues, LiveView
 from drawbar.util.run_dir import CONFIG_FILE, is_run_dir
 
@@ -149,7 +149,7 @@ def fill(values: LiveValues, name: str, sight: RunSight) -> None:
     values.heading, values.notice = heading, sight.notice
     values.step, values.total_steps = progress.step, progress.total
     values.seconds_left = left if sight.state == "training" else None
-    values.loss, values.lr, values.tokens_per_second = progress.loss, progress.lr, progress.tokens_per_second
+    values.loss, values.lr, values.speed = progress.loss, progress.lr, speed(progress.rates)
     values.mfu, values.peak_memory_gib = progress.mfu, progress.peak_memory_gib
     values.evaluated_step, values.scores, values.best = progress.evaluated_step, progress.scores, progress.best
     values.checkpoint = progress.checkpoint

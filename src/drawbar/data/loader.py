@@ -122,6 +122,8 @@ class Loader(ABC, Generic[Batch]):
     """Position in the data after the newest step."""
     tokens: int = 0
     """Tokens of this rank in the newest step, unpadded (encoder–decoder: the longer side); without any, samples."""
+    counts_tokens: bool = True
+    """False where the samples are known to have none."""
     waited: float = 0.0
     """Seconds that this rank waited for the batches of the newest step."""
 
@@ -246,6 +248,7 @@ class TrainLoader(Loader[Batch]):
     ) -> None:
         super().__init__(ranks, micro_batch, prefetcher)
         self.rows = rows
+        self.counts_tokens = not rows.samples.fields.keys().isdisjoint(TOKEN_FIELDS)
         self.sampler = sampler
         self.global_batch = global_batch
         self.steps_per_epoch = -(-sampler.size // global_batch)

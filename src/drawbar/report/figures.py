@@ -12,6 +12,7 @@ _MAIN = {
     "train/lr": ("Learning rate", "learning rate"),
     "train/grad_norm": ("Gradient norm, before clipping", "norm"),
     "train/tokens_per_second": ("Throughput", "tokens per second"),
+    "train/samples_per_second": ("Throughput", "samples per second"),
     "train/weight": ("Targets of the global batch", "targets"),
     "train/mfu": ("Model FLOPs utilization (MFU)", "share of the peak"),
     "train/peak_memory_gib": ("Peak memory of rank 0", "GiB"),

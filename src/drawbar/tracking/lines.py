@@ -34,8 +34,12 @@ def step_of_total(step: int, total_steps: int | None) -> str:
     return f"step {step:,}" if total_steps is None else f"step {step:,}/{total_steps:,}"
 
 
-def speed(tokens_per_second: float) -> str:
-    return f"{tokens_per_second:,.0f} tok/s"
+def speed(values: Mapping[str, float | None]) -> str | None:
+    """``18,204 tok/s``, of the ``train/`` metrics of a step; ``samples/s`` where samples have no tokens."""
+    for unit, name in (("tok/s", "train/tokens_per_second"), ("samples/s", "train/samples_per_second")):
+        if (found := values.get(name)) is not None:
+            return f"{found:,.0f} {unit}"
+    return None
 
 
 def time_left(seconds: float | None) -> str | None:
@@ -57,7 +61,7 @@ def log_line(step: int, total_steps: int | None, values: Mapping[str, float]) ->
         f"lr {shown['lr']:.1e}" if "lr" in shown else None,
         f"grad_norm {shown['grad_norm']:.2f}" if "grad_norm" in shown else None,
         f"skipped {shown['skipped']:.0f}" if shown.get("skipped") else None,
-        speed(shown["tokens_per_second"]) if "tokens_per_second" in shown else None,
+        speed(values),
         f"mfu {shown['mfu']:.1%}" if "mfu" in shown else None,
     )
 

@@ -57,7 +57,8 @@ class LiveValues:
     loss: float | None = None
     lr: float | None = None
     grad_norm: float | None = None
-    tokens_per_second: float | None = None
+    speed: str | None = None
+    """With its unit."""
     mfu: float | None = None
     peak_memory_gib: float | None = None
     skipped: float | None = None
@@ -77,9 +78,10 @@ class LiveValues:
 
     def take(self, values: Mapping[str, float]) -> None:
         """Take over the ``train/`` metrics of a step."""
-        for name in ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "peak_memory_gib", "skipped"):
+        for name in ("loss", "lr", "grad_norm", "mfu", "peak_memory_gib", "skipped"):
             if f"train/{name}" in values:
                 setattr(self, name, values[f"train/{name}"])
+        self.speed = speed(values) or self.speed
 
 
 class LiveView:
@@ -152,8 +154,8 @@ def _training(values: LiveValues) -> Iterator[LabelledValue]:
         yield LabelledValue(f"{values.lr:.1e}", "lr")
     if values.grad_norm is not None:
         yield LabelledValue(f"{values.grad_norm:.2f}", "grad_norm")
-    if values.tokens_per_second is not None:
-        yield LabelledValue(*_parted(speed(values.tokens_per_second)))
+    if values.speed is not None:
+        yield LabelledValue(*_parted(values.speed))
     if values.mfu is not None:
         yield LabelledValue(f"{values.mfu:.1%}", "mfu")
     if values.peak_memory_gib is not None:

@@ -124,7 +124,7 @@ class LogCallback(Callback):
             "train/weight": info.result.num_targets,
             "train/epoch": self._loader.epoch,
             "train/skipped": info.progress.skipped,
-            "train/tokens_per_second": speed,
+            f"train/{'tokens' if self._loader.counts_tokens else 'samples'}_per_second": speed,
             **mfu,
             **({"train/failed_saves": failed} if failed else {}),
             "train/data_wait_seconds": fmean(self._data_waits),

@@ -76,3 +76,7 @@ def test_time_left_is_said_only_where_there_is_some() -> None:
     assert time_left(72) == "1m12s left"
     assert time_left(None) is None
     assert time_left(0.0) is None
+
+
+def test_samples_without_tokens_are_counted_as_samples() -> None:
+    assert "412 samples/s" in log_line(20, 500, {"train/loss": 1.0, "train/samples_per_second": 412.2})

@@ -18,6 +18,7 @@ from drawbar.util.run_dir import METRICS_FILE
 
 _TAIL = 2**18
 """Bytes of ``metrics.jsonl`` that are read: the newest lines."""
+_RATES = ("train/tokens_per_second", "train/samples_per_second")
 _LATEST = 1e11
 """Seconds since 1970: a line with a later time, or with NaN, is damaged."""
 _QUIET = 120.0
@@ -35,7 +36,8 @@ class LoggedProgress:
     """Steps of the whole run."""
     loss: float | None = None
     lr: float | None = None
-    tokens_per_second: float | None = None
+    rates: Mapping[str, float | None] = field(default_factory=dict)
+    """The speed, by the name of its metric: in tokens a second, or in samples."""
     mfu: float | None = None
     peak_memory_gib: float | None = None
     seconds_left: float | None = None
@@ -95,7 +97,7 @@ def read_progress(run_dir: Path) -> LoggedProgress:
         total=total,
         loss=metric_value(last.get("train/loss")),
         lr=metric_value(last.get("train/lr")),
-        tokens_per_second=metric_value(last.get("train/tokens_per_second")),
+        rates={name: metric_value(last.get(name)) for name in _RATES},
         mfu=metric_value(last.get("train/mfu")),
         peak_memory_gib=metric_value(last.get("train/peak_memory_gib")),
         seconds_left=_seconds_left(trained, total, status),
