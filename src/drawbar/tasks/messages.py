@@ -44,7 +44,8 @@ def as_chat(record: Mapping[str, Any], messages: list[Any]) -> Chat:
     """The messages of a record, with what else of it is for the template: ``TEMPLATE_COLUMNS``.
 
     Messages may be those of ShareGPT, with ``from`` and ``value``. ``system`` becomes the first message, unless there
-    is one; tools and arguments may be JSON as text, as tables have them.
+    is one; tools and arguments may be JSON as text, as tables have them. Keys without a value are left out of messages
+    and tools, as TRL does: Arrow gives each record the keys of all.
 
     Raises:
         UserError: these are not what templates take.
@@ -61,10 +62,10 @@ def as_chat(record: Mapping[str, Any], messages: list[Any]) -> Chat:
         )
     options = {name: value for name, value in (arguments or {}).items() if value is not None}
     if tools:
-        options[TOOLS] = [_from_json(tool) for tool in tools]
+        options[TOOLS] = [_from_json(tool) if isinstance(tool, str) else _without_none(tool) for tool in tools]
     if isinstance(documents, list) and all(isinstance(document, dict) for document in documents):
         options[DOCUMENTS] = documents
-    messages = [_from_sharegpt(message) for message in messages]
+    messages = [_without_none(_from_sharegpt(message)) for message in messages]
     system = record.get(SYSTEM)
     if isinstance(system, str) and system.strip() and not _has_system(messages):
         messages = [{"role": "system", "content": system}, *messages]
@@ -95,6 +96,16 @@ def _from_json(value: Any) -> Any:
         return json.loads(value) if value.strip() else None
     except ValueError:
         return value
+
+
+def _without_none(value: Any) -> Any:
+    """The value without the keys of dicts that hold None, but for the content of a message."""
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = ((key, item) for key, item in value.items() if item is not None or (key == "content" and "role" in value))
+    return {key: _without_none(item) for key, item in kept}
 
 
 def _has_system(messages: list[Any]) -> bool:

@@ -6,13 +6,18 @@ What an assistant writes stands in ⟦ ⟧ here. The reference has ``{% generati
 import json
 import re
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from drawbar.config.schema.data_section import DataSection
 from drawbar.data.dataset import encode_records
+from drawbar.data.sources import open_records
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.tasks.chat import ChatFormat, chat_prompt, parts_written
@@ -462,6 +467,24 @@ def test_what_a_record_gives_the_template(record: dict[str, Any], options: dict[
 def test_what_no_template_takes_is_a_bad_record(record: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         as_chat(record, CALLED)
+
+
+def test_keys_that_arrow_adds_are_left_out(tmp_path: Path) -> None:
+    """Of tools and calls with other keys, each gets those of all."""
+    other = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "far", "arguments": {"b": "x"}}}]}
+    tools = [TOOL, {"type": "function", "function": {"name": "far", "parameters": {"type": "object"}}}]
+    chats = [CALLED, [user("far?"), other, assistant("No.")]]
+    rows = [{"messages": messages, "tools": tools} for messages in chats]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {
+        ending: [
+            as_chat(record, record["messages"])
+            for record in open_records(DataSection(train=f"{tmp_path}/a{ending}"), "train")
+        ]
+        for ending in (".parquet", ".jsonl")
+    }
+    assert found[".parquet"] == found[".jsonl"] == [Chat(messages, {"tools": tools}) for messages in chats]
 
 
 def test_a_system_column_is_the_first_message() -> None:
