@@ -233,6 +233,17 @@ def test_adapters_are_not_taken_over(trained: Path, tmp_path: Path) -> None:
     refused(tmp_path, "lora", "--from", "trainer", *TO_RUN, says="has adapters only (adapter_model.safetensors)")
 
 
+@pytest.mark.parametrize("file", ["trainer_state.json", "optimizer.pt", "config.json"])
+def test_a_file_that_git_lfs_did_not_fetch_is_named(file: str, trained: Path, tmp_path: Path) -> None:
+    copied(trained, tmp_path)
+    write_trainer_folder(tmp_path / "lfs")
+    (tmp_path / "lfs" / "config.json").unlink()
+    (tmp_path / "lfs" / file).write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 9\n"
+    )
+    refused(tmp_path, "lfs", "--from", "trainer", *TO_RUN, says=f"{file}: it is a Git LFS pointer")
+
+
 def test_labels_in_another_order_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     tokenizer = {"train": "byte_bpe", "vocab_size": 261}

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from drawbar.optim.state import ADAM_KEYS
 from drawbar.runtime.log import logger
 from drawbar.runtime.safetensors_reader import TensorFiles
 from drawbar.tasks.labels import describe_labels, in_order_of, label_key, trained_labels
+from drawbar.util.file_content import content_of
 
 STATE_FILE = "trainer_state.json"
 OPTIMIZER_FILE = "optimizer.pt"
@@ -229,6 +231,9 @@ def _optimizer_mismatch(what: str) -> UserError:
 
 
 def _unreadable(path: Path, why: str | None) -> UserError:
-    return UserError(
-        f"cannot read {path}: {why}", where="SOURCE", remedy="restore it from a copy, or use another folder"
-    )
+    remedy = "restore it from a copy, or use another folder"
+    with suppress(OSError):
+        found = content_of(path)
+        if found is not None and found.name not in ("torch", "pickle", "safetensors"):
+            why, remedy = f"it is {found.what}", found.remedy_for(path)
+    return UserError(f"cannot read {path}: {why}", where="SOURCE", remedy=remedy)
