@@ -11,6 +11,7 @@ from drawbar.util.file_content import Content, content_of
 from drawbar.util.run_dir import is_run_dir
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 """In a folder that peft wrote."""
 INITIAL_MODEL = "initial_model"
@@ -101,12 +102,15 @@ def check_model_folder(name: str) -> None:
             what = "holds adapters, and not the model that they adapt"
             remedy = f"merge them into it with peft, and name the merged model; {ADAPTER_CONFIG} says which model it is"
         raise UserError(f"the folder {name} {what}", where="task.model", remedy=remedy)
+    for file in (path, folder / GENERATION_CONFIG):  # transformers does without the second where it cannot read it
+        content = None
+        with suppress(OSError):
+            content = content_of(file)
+        if content is not None:
+            raise UserError(f"{file} is {content.what}", where="task.model", remedy=content.remedy_for(file))
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, OSError) as error:
-        content = None if isinstance(error, OSError) else content_of(path)
-        if content is not None:
-            raise UserError(f"{path} is {content.what}", where="task.model", remedy=content.remedy_for(path)) from error
         at = f", line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else f": {error}"
         kind = "cannot be read" if isinstance(error, OSError) else "is not JSON"
         raise _broken(f"{path} {kind}{at}") from error

@@ -24,7 +24,9 @@ class Content(NamedTuple):
         return self.remedy.format(path=shlex.quote(str(path)), name=shlex.quote(path.name))
 
 
-GZIP = Content("gzip", "a gzip file", "text files are read from .gz: rename it to {name}.gz; else unpack it")
+GZIP = Content(
+    "gzip", "a gzip file", "where it holds records as text, rename it to {name}.gz; else unpack it with gunzip"
+)
 PLAIN = Content("plain", "no gzip file", "rename it without .gz, or download it again")
 """What a file named ``.gz`` is where it begins as nothing that is known."""
 POINTERS = frozenset({"lfs", "annex"})

@@ -115,6 +115,7 @@ LFS = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize
         ("model.safetensors", b"<html><body>Sign in</body></html>", "is a page of HTML"),
         ("model.safetensors", pickle.dumps({"weight": 1}), "is a pickle"),
         ("config.json", LFS, "is a Git LFS pointer"),
+        ("generation_config.json", LFS, "is a Git LFS pointer"),
         ("adapter_config.json", b"{}", "holds adapters"),
     ],
 )
