@@ -3,11 +3,12 @@
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from drawbar.errors import ExitCode, UserError
+from drawbar.runtime.log import told_while_waiting
 from drawbar.util.atomic_files import is_stream, replacing, unwritable
 from drawbar.util.strict_json import json_line
 
@@ -38,7 +39,9 @@ def check_output(text: str, overwrite: bool, option: str = "--output") -> Path:
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> int:
     """One JSON object a line, written as they come; returns how many. Raises UserError where the disk takes no more."""
     count = 0
-    with writing(path, "--output"), replacing(path, one_writer=False) as file:
+    # to open a pipe takes as long as it takes until somebody reads it
+    waiting = told_while_waiting(f"a reader of {path}") if path.is_fifo() else nullcontext()
+    with writing(path, "--output"), waiting, replacing(path, one_writer=False) as file:
         for record in records:
             file.write(json_line(record))
             count += 1

@@ -64,6 +64,8 @@ class Stop:
         self._before: dict[signal.Signals, Any] = {}
         self._first_signal_time: float | None = None
         """When the first signal came."""
+        self._unheard: set[int] = set()
+        """Signals that a thread has taken, and whose handler the main thread has still to run."""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -124,15 +126,28 @@ class Stop:
     def begin(self) -> None:
         """Call it before the first step: from here on, a first signal only asks for a stop."""
         if self._before:
-            handle(self._on_signal, *_REASONS)
+            handle(self._on_signal, *_REASONS, deaf=self._on_unheard_signal)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        received, now = signal.Signals(number), time.monotonic()
-        is_first = self._first_signal_time is None
+        if number in self._unheard:  # Python held it back until now
+            self._unheard.discard(number)
+        elif self._leaves_at_once(signal.Signals(number)):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _on_unheard_signal(self, number: int, frame: FrameType | None) -> None:
+        """The same, by a thread: the main thread is inside a call, of a long step or for a rank that hangs."""
+        self._unheard.add(number)
+        if self._leaves_at_once(signal.Signals(number)):
+            os._exit(128 + number)
+
+    def _leaves_at_once(self, received: signal.Signals) -> bool:
+        """Take a signal: whether the process is to end at once, and not after its step."""
+        now, is_first = time.monotonic(), self._first_signal_time is None
         # an echo is the same signal by a second way, such as the scheduler's and then the launcher's; without either, a
         # person pressed Ctrl-C twice, and means it
         may_echo = has_launcher() or received in REQUEUE_SIGNALS
@@ -140,12 +155,12 @@ class Stop:
         # after a rank has died, the signal is not the scheduler's but the launcher's, which ends the other ranks
         lost_a_rank = self._world.lost_a_rank()
         if (lost_a_rank and not self._world.is_busy()) or not (is_first or is_echo):
-            signal.signal(received, signal.SIG_DFL)
-            os.kill(os.getpid(), received)
+            return True
         if is_first:
             self._first_signal_time = now
             if lost_a_rank:
                 logger.warning("another rank is gone: this one writes the checkpoint that it has begun, and ends")
-                return
+                return False
             self.request(_REASONS[received])
             logger.warning("%s: saving at the end of this step; a second one leaves at once", received.name)
+        return False

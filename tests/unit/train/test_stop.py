@@ -4,9 +4,12 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from drawbar.distributed.interrupt import ECHO_SECONDS
 from drawbar.distributed.process_group import Distributed
@@ -111,6 +114,29 @@ def be_told_twice(name: str, launcher: bool) -> None:
                 os._exit(stop.agree())
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == (1 if is_echo else -signal.Signals[name])
+
+
+@pytest.mark.parametrize("is_told_twice", [False, True])
+def test_signals_are_taken_while_the_main_thread_is_inside_a_call(is_told_twice: bool) -> None:
+    run_ranks(be_told_inside_a_call, 1, is_told_twice)
+
+
+def be_told_inside_a_call(is_told_twice: bool) -> None:
+    """A first signal asks for a stop, once; a second one ends the process, which waits in C++."""
+    child = os.fork()
+    if child == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with Stop(Distributed(RankInfo(), torch.device("cpu"), timeout=60)) as stop:
+            stop.begin()
+            for seconds in (0.1, 0.2) if is_told_twice else (0.1,):
+                threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+            seen: list[bool] = []
+            threading.Timer(2.5, lambda: seen.append(stop.wanted)).start()
+            with suppress(dist.DistError):
+                store.wait(["nobody sets it"], timedelta(seconds=4))
+            os._exit(0 if seen == [True] and stop.agree() and stop.reason is Reason.INTERRUPTED else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (128 + signal.SIGINT if is_told_twice else 0)
 
 
 def test_the_most_pressing_reason_wins(stop: Stop) -> None:
