@@ -122,8 +122,6 @@ class Loader(ABC, Generic[Batch]):
     """Position in the data after the newest step."""
     tokens: int = 0
     """Tokens of this rank in the newest step, unpadded (encoder–decoder: the longer side); without any, samples."""
-    counts_tokens: bool = True
-    """False where the samples are known to have none."""
     waited: float = 0.0
     """Seconds that this rank waited for the batches of the newest step."""
 
@@ -133,6 +131,11 @@ class Loader(ABC, Generic[Batch]):
         self.prefetcher = prefetcher
         self._before_newest: Any = None
         self._waited_for_ranks = 0.0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """False where the samples are known to have no tokens."""
+        return True
 
     @property
     @abstractmethod
@@ -248,12 +251,15 @@ class TrainLoader(Loader[Batch]):
     ) -> None:
         super().__init__(ranks, micro_batch, prefetcher)
         self.rows = rows
-        self.counts_tokens = not rows.samples.fields.keys().isdisjoint(TOKEN_FIELDS)
         self.sampler = sampler
         self.global_batch = global_batch
         self.steps_per_epoch = -(-sampler.size // global_batch)
         self.position = DataPosition(epoch=0, consumed=0, fingerprint=rows.fingerprint)
         self._planned = self.position
+
+    @property
+    def counts_tokens(self) -> bool:
+        return not self.rows.samples.fields.keys().isdisjoint(TOKEN_FIELDS)
 
     @property
     def epoch(self) -> float:
