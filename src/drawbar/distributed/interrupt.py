@@ -85,6 +85,8 @@ def _be_no_listener() -> None:
     if _listener:
         with suppress(ValueError):  # not in the main thread of a process that a thread has forked
             signal.set_wakeup_fd(-1)
+    for end in _listener:
+        end.close()
     _listener.clear()
 
 

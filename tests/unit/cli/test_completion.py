@@ -56,7 +56,7 @@ def offered(*words: str) -> list[str]:
 
 
 def test_commands_and_options(folder: Path) -> None:
-    assert offered("pre") == ["predict", "prepare"]
+    assert offered("pre") == ["prepare", "predict"]  # in the order of --help
     assert "--fork" in offered("train", "--")
     assert offered("init", "x", "--template", "cl") == ["classification"]
 

@@ -220,7 +220,7 @@ def test_a_task_that_cannot_be_packed(project: Path) -> None:
 
 
 def test_what_training_would_refuse_is_refused(project: Path) -> None:
-    done = prepare(project, "train.epochs=1", code=2)
+    done = prepare(project, "train.epochs=1", "train.steps=3", code=2)
     check_one_message(done.out + done.err, "train.steps", "train.epochs")
     assert not os.path.exists(project / "runs")
 

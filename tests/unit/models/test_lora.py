@@ -7,6 +7,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
@@ -332,6 +333,8 @@ def test_peft_loads_a_saved_adapter(name: str, tmp_path: Path) -> None:
     model = train(adapted(name))
 
     save_adapter(model, tmp_path / "adapter", "some/base", model.state_dict().__getitem__)
+    if name in ("qwen3_moe", "mixtral") and Version(peft.__version__) < Version("0.20"):
+        pytest.skip("this peft cannot read adapters of experts with any transformers that drawbar takes")
     loaded = peft.PeftModel.from_pretrained(build(name), tmp_path / "adapter")
 
     assert_close(logits(loaded.get_base_model()), logits(model), atol=1e-6)
