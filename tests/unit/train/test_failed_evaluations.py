@@ -22,6 +22,7 @@ class Scored(CausalLM):
 
     error: BaseException | None = None
     evaluations = 0
+    has_trained = False
 
     def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
         Scored.evaluations += 1
@@ -40,7 +41,7 @@ SETTINGS = ("eval.metric=accuracy", "eval.mode=max", "eval.every=2", "checkpoint
 
 @pytest.fixture(autouse=True)
 def _forget() -> None:
-    Scored.error, Scored.evaluations = None, 0
+    Scored.error, Scored.evaluations, Scored.has_trained = None, 0, False
 
 
 def saved(run: Path) -> list[int]:
@@ -117,13 +118,14 @@ def test_an_evaluation_that_its_checkpoint_did_not_hear_of_leaves_no_second_line
 
 
 class FailsOnRank1(Scored):
-    """After what its forward needs the other rank for."""
+    """In an evaluation, after what its forward needs the other rank for."""
 
     rank = 0
 
     def forward(self, model: Any, batch: Any) -> Any:
         outputs = super().forward(model, batch)
-        if Scored.evaluations and self.rank == 1 and not model.training:
+        Scored.has_trained |= model.training
+        if Scored.has_trained and self.rank == 1 and not model.training:
             raise ValueError("of one rank")
         return outputs
 
@@ -132,7 +134,8 @@ class FailsInABlock(Scored):
     """On both ranks, with the weights of the first block gathered."""
 
     def forward(self, model: Any, batch: Any) -> Any:
-        if Scored.evaluations and not model.training:
+        Scored.has_trained |= model.training
+        if Scored.has_trained and not model.training:
             model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
         return super().forward(model, batch)
 
