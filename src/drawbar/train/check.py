@@ -77,15 +77,15 @@ def with_rows_alone(task: Task, engine: Engine, config: RunConfig) -> RunConfig:
     family = engine.meta_model.config.model_type
     if config.data.batching == "packed":
         raise UserError(
-            f"this {family} model computes a sample otherwise beside a longer one, and packed rows hold several",
+            f"this {family} model computes a sample differently next to a longer one, and packed rows hold several",
             where="data.batching",
             remedy="set data.batching=grouped; with rotary embeddings of the kind longrope, a data.sequence_length of "
             "the model's original_max_position_embeddings or less will do as well",
         )
     if config.train.micro_batch != 1 and engine.world.is_rank0:
         logger.warning(
-            "this %s model computes a sample otherwise beside a longer one: train.micro_batch is 1, and an evaluation "
-            "takes one sample at a time, too",
+            "this %s model computes a sample differently next to a longer one: train.micro_batch is set to 1, and an "
+            "evaluation takes one sample at a time, too",
             family,
         )
     train = config.train.model_copy(update={"micro_batch": 1, "micro_batch_tokens": None})
@@ -167,6 +167,8 @@ def check_task(task: Task, engine: Engine, split: Split) -> None:
 def compare_with_neighbours(task: Task, engine: Engine, split: Split) -> None:
     """Warn where the shortest sample has another loss beside the longest one than alone: the model then sees the
     padding, or treats the batch as a whole. Every rank calls it."""
+    if isinstance(task, PretrainedTask) and task.computes_alone(engine.meta_model):
+        return  # none is ever beside another: see with_rows_alone
     samples = split.samples
     if "input_ids" in samples.fields:
         sizes = samples.lengths
