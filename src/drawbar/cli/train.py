@@ -181,9 +181,7 @@ def rerun_command(task: "type[Task] | None") -> list[str]:
     program = user_program(task)
     if program is None:
         return ["-m", "drawbar", *sys.argv[1:]]
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is not None and os.path.realpath(spec.origin or "") == os.path.realpath(
-        program
-    ):  # python -m package.module
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # of `python -m package.module`
+    if spec is not None and os.path.realpath(spec.origin or "") == os.path.realpath(program):
         return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
     return sys.argv[:]

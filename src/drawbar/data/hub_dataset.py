@@ -37,13 +37,11 @@ class HubDataset(ColumnarReader):
         """Of a folder, what `datasets` would read of it: a pointer is text to it."""
         import datasets
 
+        if not self.is_folder:
+            return []
         found: Any = {}
         with suppress(Exception):  # `datasets` raises errors of many libraries; loading the folder will tell
-            found = (
-                datasets.load_dataset_builder(self.dataset, name=self.subset).config.data_files
-                if self.is_folder
-                else {}
-            )
+            found = datasets.load_dataset_builder(self.dataset, name=self.subset).config.data_files
         return [Path(name) for names in (found or {}).values() for name in names]
 
     @property

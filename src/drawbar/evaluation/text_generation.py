@@ -10,7 +10,7 @@ from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 from drawbar.tasks.chat import chat_prompt
-from drawbar.tasks.generation import continuations, generation_options, tokens_left
+from drawbar.tasks.generation import continuations, tokens_left
 from drawbar.tasks.messages import as_chat
 
 
@@ -23,10 +23,6 @@ class Sampling:
     top_k: int = 50
     top_p: float = 1.0
     beams: int = 1
-
-    def options(self) -> dict[str, Any]:
-        """As arguments of transformers' ``generate``."""
-        return generation_options(self.section, max_tokens=None)
 
     @property
     def section(self) -> GenerationSection:

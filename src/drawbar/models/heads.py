@@ -77,9 +77,9 @@ COUNTS_FROM_PAD = {"roberta", "xlm-roberta", "camembert"}
 SEES_PADDING = {"big_bird", "canine", "convbert", "fnet", "mobilebert", "nystromformer", "prophetnet", "xlnet", "yoso"}
 """Families that compute a sample otherwise beside a longer one, whatever the mask says: they mix neighbours without it,
 choose what to attend to by the row's length or, as XLNet's classifier, look at the row's last token."""
-NOT_CAUSAL = {"bert-generation", "cpmant", "xlnet"}
-"""Families that transformers builds for next-token prediction, and that look at later tokens unless told more than
-tokens: XLNet's perm_mask, say. As a decoder, bert-generation does not."""
+NOT_CAUSAL = {"cpmant", "xlnet"}
+"""Families that transformers builds for next-token prediction, and that look at later tokens unless they get more than
+tokens: XLNet's perm_mask, say."""
 POSITIONS_FROM_MASK = {"bloom", "falcon_mamba", "mamba", "mpt"}
 """Families of decoders that take no positions, and yet compute a prompt behind padding as without it."""
 COUNTS_COLUMNS = {"deepseek_v4", "gpt_neo", "openai-gpt", "recurrent_gemma"}
@@ -97,10 +97,10 @@ def check_head(config: PreTrainedConfig, head: Head) -> None:
     # transformers would build BERT for next-token prediction without a causal mask
     is_bidirectional = head == "causal_lm" and (
         (
-            config.model_type in HEADS["masked_lm"].families | NOT_CAUSAL
+            config.model_type in HEADS["masked_lm"].families | {"bert-generation"}
             and not (config.is_encoder_decoder or getattr(config, "is_decoder", False))
         )
-        or config.model_type == "xlnet"
+        or config.model_type in NOT_CAUSAL
         or bool(getattr(config, "use_bidirectional_attention", False))
     )
     if config.model_type not in kind.families or is_bidirectional:

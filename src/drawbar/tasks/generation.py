@@ -57,11 +57,11 @@ def tokens_left(length: int, positions: int) -> int:
 def continuations(
     model: Any, tokenizer: Any, prompts: Sequence[list[int]], pad: int, section: GenerationSection
 ) -> list[str]:
-    """What a causal model goes on with after each prompt (lists of tokens), the prompt left out. A text ends where the
-    model has no more positions.
+    """What a causal model writes after each prompt (a list of tokens), without the prompt. A text ends where the model
+    has no more positions.
 
-    Prompts of models that cannot take padding on the left are gone on with one by one. All ranks of a model in parts
-    then need as many prompts.
+    A model that cannot take padding on the left continues one prompt after another. The ranks of a sharded model then
+    need equally many prompts.
     """
     longest = max(map(len, prompts), default=0) + section.max_new_tokens
     size = len(prompts) if pads_on_the_left(model, longest) else 1

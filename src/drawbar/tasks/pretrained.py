@@ -228,8 +228,8 @@ class PretrainedTask(Task):
         return sees_neighbours(model, self.data.sequence_length)
 
     def predicts_alone(self, model: nn.Module) -> bool:
-        """The same of its prediction."""
-        return self.predicts and self.computes_alone(model)
+        """Whether others would change its prediction, though not its loss."""
+        return False
 
     @property
     def vocabulary_parallel(self) -> bool:

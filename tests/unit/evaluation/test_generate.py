@@ -11,6 +11,7 @@ from conftest import make_project
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.evaluation.text_generation import Sampling, generate_text
+from drawbar.tasks.generation import generation_options
 from harness import Finished, run_cli
 from tiny import LENGTH, tiny_config, tiny_engine
 
@@ -60,7 +61,7 @@ def test_one_choice_is_greedy(engine: Engine) -> None:
 def test_beams_find_what_is_more_likely(engine: Engine) -> None:
     found = {}
     for beams in (1, 8):
-        options = Sampling(max_new_tokens=4, temperature=0, beams=beams).options()
+        options = generation_options(Sampling(max_new_tokens=4, temperature=0, beams=beams).section, None)
         with engine.inference() as model:
             ids = model.generate(torch.tensor([[5, 6, 7]]), pad_token_id=0, **options)
         with torch.no_grad():

@@ -12,23 +12,12 @@ from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.models.heads import longest_input, pads_on_the_left, sees_neighbours
 from drawbar.models.huggingface import build_from_scratch
 from drawbar.tasks.generation import continuations
-
-torch.set_num_threads(1)  # tiny tensors
+from tiny import ARCHITECTURES, LENGTH
 
 TOKENIZER = train_byte_bpe([], 257)
-POSITIONS = 32
-LLAMA = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": POSITIONS,
-    "initializer_range": 0.3,
-}
+POSITIONS = LENGTH
 FIELDS: dict[str, dict[str, Any]] = {
-    "llama": LLAMA,
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS, "initializer_range": 0.3},
+    **ARCHITECTURES,
     "gpt_neo": {
         "hidden_size": 16,
         "num_layers": 2,
