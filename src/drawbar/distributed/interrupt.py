@@ -1,13 +1,11 @@
 """Signals before a run has anything to save: the process exits at once, also where its main thread waits in a call of
 C++, such as torch's rendezvous, and Python runs no handler."""
 
-import math
 import os
 import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -25,14 +23,13 @@ INTERRUPT_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 ECHO_SECONDS = 2.0
 """Signals this close together count as one: a scheduler signals launcher and ranks, then the launcher the ranks;
 or the scheduler signals Apptainer and the launcher inside, and Apptainer, without a terminal, passes the signal on."""
-
-
 _DEAF_SECONDS = 1.0
 """So long after a signal the main thread counts as deaf."""
-_heard: dict[int, float] = {}
-"""By signal: when the main thread last ran its handler, by ``time.monotonic``."""
+_HEARD = 0x80
+"""Added to the number of a signal whose handler the main thread runs."""
 _listener: list[socket.socket] = []
-"""What Python's own handler writes the numbers of signals to, and what a thread reads them from."""
+"""What a thread reads from; and what Python's own handler writes the number of each signal to, and the main thread then
+that it has heard it. Both go the same way, as their order tells: a thread of a busy machine may read late."""
 
 
 def handle(handler: Handler, *numbers: signal.Signals, deaf: Handler | None = None) -> dict[signal.Signals, Any]:
@@ -47,7 +44,9 @@ def handle(handler: Handler, *numbers: signal.Signals, deaf: Handler | None = No
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
     def hear(number: int, frame: FrameType | None) -> Any:
-        _heard[number] = time.monotonic()
+        for writer in _listener[1:]:
+            with suppress(BlockingIOError):
+                writer.send(bytes([number + _HEARD]))
         return handler(number, frame)
 
     hear.deaf = deaf  # type: ignore[attr-defined]
@@ -68,16 +67,28 @@ def _listen() -> None:
     _listener[:] = [reader, writer]
 
     def read() -> None:
-        while numbers := reader.recv(64):
-            came = time.monotonic()
-            time.sleep(_DEAF_SECONDS)
+        unheard: list[int] = []
+        while True:
+            # again without waiting: the main thread may have written while this one waited for the interpreter
+            numbers = _received(reader, _DEAF_SECONDS if unheard else None) or _received(reader, 0)
             for number in numbers:
-                deaf = getattr(signal.getsignal(number), "deaf", None)
-                # the handler may have run before this thread learned of the signal
-                if deaf is not None and _heard.get(number, -math.inf) < came - _DEAF_SECONDS / 2:
+                if number < _HEARD:
+                    unheard.append(number)
+                else:  # the handler runs once for all that came before
+                    unheard = [other for other in unheard if other != number - _HEARD]
+            while unheard and not numbers:
+                number = unheard.pop(0)
+                if (deaf := getattr(signal.getsignal(number), "deaf", None)) is not None:
                     deaf(number, None)
 
     threading.Thread(target=read, name="signals", daemon=True).start()
+
+
+def _received(reader: socket.socket, seconds: float | None) -> bytes:
+    reader.settimeout(seconds)
+    with suppress(TimeoutError, BlockingIOError):
+        return reader.recv(64)
+    return b""
 
 
 def _be_no_listener() -> None:

@@ -191,6 +191,27 @@ def test_a_signal_of_a_fork_is_none_of_its_parents() -> None:
     assert subprocess.run([sys.executable, "-c", FORKING], check=False, timeout=60).returncode == 0
 
 
+LATE_READER = """
+import ctypes, os, signal, time
+from drawbar.distributed.interrupt import exit_now, handle
+
+heard = []
+handle(lambda *_: heard.append(1), signal.SIGTERM, deaf=exit_now)
+os.kill(os.getpid(), signal.SIGTERM)
+ctypes.PyDLL(None).usleep({microseconds})  # PyDLL: no other thread of this process runs meanwhile
+{again}
+time.sleep(2.5)
+print(len(heard))
+"""
+
+
+@pytest.mark.parametrize("again", ["", "os.kill(os.getpid(), signal.SIGTERM)"])
+def test_a_signal_that_a_thread_learns_of_late_was_heard(again: str) -> None:
+    script = LATE_READER.format(microseconds=2_000_000, again=again)
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "2\n" if again else "1\n")
+
+
 def test_a_world_that_never_gets_together() -> None:
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     (result,) = run_ranks(init_single_process_group, 1, env=place)
