@@ -12,7 +12,6 @@ from pages import Block, blocks, run_commands, write_files
 import drawbar
 from drawbar.config.rules.rule_table import RULES, check_rules
 from drawbar.data.sources import open_records
-from drawbar.tasks.old_names import METHODS as OLD_NAMES
 from drawbar.tasks.task_registry import task_class
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -92,10 +91,6 @@ def test_settings_are_those_of_the_program(page: Path, block: Block, tmp_path: P
 
 def test_every_method_is_in_the_table() -> None:
     page = TASKS.read_text(encoding="utf-8")
-    methods = [
-        name
-        for name, value in vars(drawbar.Task).items()
-        if callable(value) and not name.startswith("_") and name not in OLD_NAMES
-    ]
+    methods = [name for name, value in vars(drawbar.Task).items() if callable(value) and not name.startswith("_")]
     missing = [name for name in methods if name != "Config" and f"| `{name}(" not in page]
     assert not missing

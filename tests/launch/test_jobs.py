@@ -234,7 +234,7 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
     write_run_status(tmp_path, "training", 2, 20, started=1030.5)  # it stood still for 30 seconds, and was resumed
     assert read_progress(tmp_path).patience < 300
 
-    write_run_status(tmp_path, "stopped", 2, 20)  # a run of today says it itself
+    write_run_status(tmp_path, "stopped", 2, 20, started=0.0)  # a run of today says it itself
     found = read_progress(tmp_path)
     assert (found.run_state, found.step_of_total) == ("stopped", "2/20")
     (tmp_path / "status.json").write_text("{")

@@ -153,10 +153,8 @@ def test_restarts_without_a_new_checkpoint_are_counted(tmp_path: Path) -> None:
     assert count_restart(tmp_path, "8") == 0  # a job of its own
 
 
-@pytest.mark.parametrize("module", ["drawbar.launch.node.entry.restart", "drawbar.launch.restarts"])
-def test_the_fourth_restart_ends(tmp_path: Path, module: str) -> None:
-    """By its own name, and by that which jobs of older versions call."""
-    command = [sys.executable, "-m", module, str(tmp_path), "7"]
+def test_the_fourth_restart_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "drawbar.launch.node.entry.restart", str(tmp_path), "7"]
     done = [subprocess.run(command, capture_output=True, text=True, check=False) for _ in range(MOST_RESTARTS + 2)]
     assert [finished.returncode for finished in done] == [0] * (MOST_RESTARTS + 1) + [1]
     assert done[-1].stderr.startswith("error: job 7 was restarted 3 times without a new checkpoint; it ends here")

@@ -27,7 +27,7 @@ def make_run(folder: Path, state: RunState | None, written: float, loss: float |
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     (folder / LOCK_FILE).write_text("process 12 on gpu7\n")
     if state is not None:
-        write_run_status(folder, state, 10, 20)
+        write_run_status(folder, state, 10, 20, started=0.0)
     return folder
 
 

@@ -129,7 +129,7 @@ def make_run(folder: Path, state: RunState | None, ago: float = 1.0, host: str =
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     (folder / LOCK_FILE).write_text(f"process 4194305 on {host}\n")  # more than any process's number
     if state is not None:
-        write_run_status(folder, state, 10, 20)
+        write_run_status(folder, state, 10, 20, started=0.0)
     return folder
 
 

@@ -78,10 +78,9 @@ def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_
     return send(prepare_sweep(request, first.sweep, elements, resubmitted=resubmitted), dry_run)
 
 
-def _resubmitted(record: "JobRecord", settings: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The job's stored configuration, and the settings that change it. None where an older drawbar stored none."""
-    file = record.config_file
-    return (str(file), *settings, *record.settings) if file.is_file() else None
+def _resubmitted(record: "JobRecord", settings: tuple[str, ...]) -> tuple[str, ...]:
+    """The job's stored configuration, and the settings that change it."""
+    return (str(record.config_file), *settings, *record.settings)
 
 
 def resumable_jobs(what: str, statuses: "list[JobStatus]", settings: tuple[str, ...]) -> "list[JobStatus]":

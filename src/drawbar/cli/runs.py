@@ -22,7 +22,7 @@ Examples:
 States: training; complete (all steps are made, or early stopping has ended it); stopped
 (saved, and can go on); failed; stale (it was training, no process has it open, and its process
 is gone or has long been silent); submitted, or how its job ended (the run has not begun); unknown (it
-has not begun, or an older drawbar made it).
+has not begun).
 """,
 )
 @click.argument("folder", metavar="[DIR]", type=click.Path(path_type=Path), default="runs")

@@ -108,8 +108,6 @@ def look(folder: Path, job: WatchedJob | None) -> RunSight:
     is_over = not (is_active or is_held or state == "training")
     if state == "not begun" and status is None:
         is_over = False  # the caller waits for it, for a while
-    if state == "unknown":  # an older drawbar writes no state
-        is_over = is_over and progress.is_stale(time.time())
     return RunSight(state, progress, where, _notice(state, progress, status, is_over, is_held), is_over)
 
 

@@ -165,7 +165,7 @@ class StreamLoader(Loader[Batch]):
         """The saved position. For a fork with other lanes or blocks: the start of the block that was in use, or the
         nearest position before it that the new lanes can have."""
         cursor, used, settings = Cursor(**state["cursor"]), state["used"], self.settings
-        lanes, records = state.get("lanes", settings.lanes), state.get("records", settings.records_per_lane)
+        lanes, records = state["lanes"], state["records"]
         if (lanes, records) == (settings.lanes, settings.records_per_lane):
             return StreamPosition(cursor, used)
         logger.warning(
@@ -184,10 +184,6 @@ class StreamLoader(Loader[Batch]):
         Raises:
             OtherData: it belongs to other data.
         """
-        is_older = "cursor" in state and "code" not in state
-        if is_older and len(state["cursor"]["positions"]) == len(self._readers):
-            logger.warning("an older drawbar wrote the position in the stream: see that its data have not changed")
-            return
         if state["fingerprint"] not in self.settings.resumable:
             check_fingerprint(state["fingerprint"], self.settings.fingerprint)
         before, now = state.get("code", {}), self.settings.code

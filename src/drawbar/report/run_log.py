@@ -82,7 +82,7 @@ def read_history(run_dir: Path) -> RunHistory:
     """Read a run's history. Raises OSError where the log is there, and cannot be read."""
     found = RunHistory()
     kept: deque[RunEvent] = deque(maxlen=MOST_EVENTS)
-    total, follows_start = 0, False
+    total = 0
     for when, level, text in _log_records(run_dir / LOG_FILE):
         if match := _RESUMED.match(text):
             found.resumed.add(int(match.group(1)))
@@ -94,13 +94,8 @@ def read_history(run_dir: Path) -> RunHistory:
                 found.messages[beginning] = text.removeprefix(beginning)
         kind = _kind(level, text)
         if kind is not None:
-            # commands of older versions logged a strategy right before the checkpoint that they opened
-            if kind == OPENED and follows_start:
-                kept.pop()
-                total -= 1
             kept.append(RunEvent(when, kind, text))
             total += 1
-        follows_start = kind == START
     found.left_out = total - len(kept)
     end = [event for event in _end(run_dir) if event.text not in {logged.text for logged in kept}]
     found.events = sorted([*kept, *_job_events(run_dir), *end], key=lambda event: event.time)
@@ -161,7 +156,7 @@ def _describe_end(record: JobRecord, end: JobEnd) -> str:
 
 
 def _end(run_dir: Path) -> Iterator[RunEvent]:
-    """The end of the run by its status file: a run that failed, or of an older drawbar, has not logged it."""
+    """The end of the run by its status file: a run that failed has not logged it."""
     status = RunStatus.read(run_dir)
     if status is not None and status.state != "training":
         progress = LoggedProgress(step=status.step, total=status.total_steps)

@@ -13,7 +13,7 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.config.schema.task_sections import CausalLMConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL, split_tokens
-from drawbar.data.tokenizer import MODEL_INPUTS, begin_tokens, wrap_texts
+from drawbar.data.tokenizer import MODEL_INPUTS, begin_tokens
 from drawbar.errors import UserError
 from drawbar.models.heads import pads_on_the_left
 from drawbar.parallel.styles import cross_entropy_sum
@@ -113,10 +113,6 @@ class CausalLM(PretrainedTask):
             return "what the chat template writes"
         added = "".join(f" {token} (which the task adds)" for token in self.tokenizer.convert_ids_to_tokens(self._end))
         return f"{super().describe_special_tokens()}{added}"
-
-    @staticmethod
-    def upgrade_tokenizer(tokenizer: Any) -> Any:
-        return wrap_texts(tokenizer, "begin")  # the end token is added by the task, as in older runs
 
     def tokenizer_options(self) -> dict[str, Any]:
         """Prompts are padded on the left, and may be longer than what was trained on."""

@@ -101,11 +101,6 @@ class PretrainedTask(Task):
             return self.config.add_special_tokens
         return self.wrapping if isinstance(self.config.tokenizer, TokenizerTraining) else None
 
-    @staticmethod
-    def upgrade_tokenizer(tokenizer: Any) -> Any:
-        """Set up a tokenizer of an older run, in which the task added special tokens, to give the same ids now."""
-        return tokenizer if tokenizer.num_special_tokens_to_add() else wrap_texts(tokenizer, "begin_end")
-
     def _train_or_load_tokenizer(self) -> Any:
         wanted = self.config.tokenizer
         if isinstance(wanted, TokenizerTraining):

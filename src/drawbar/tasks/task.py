@@ -25,12 +25,6 @@ from drawbar.errors import UserError
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.method_errors import call_for_attribute, method_error, undefined_method_error
-from drawbar.tasks.old_names import (
-    keep_old_class_attributes,
-    keep_old_names,
-    remove_shadowing_attributes,
-    renamed_attribute,
-)
 from drawbar.tasks.task_context import TaskContext
 from drawbar.tasks.watched_record import WatchedRecord
 
@@ -52,12 +46,6 @@ class Task:
     needed_length: float = math.inf
     """The smallest ``data.sequence_length`` with which one of the records that ``encode`` dropped would give a sample,
     for the error message where no record gives one; infinite where that is not known."""
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        keep_old_names(cls)
-        keep_old_class_attributes(cls)
-        remove_shadowing_attributes(cls, Task)
 
     def __init__(self, context: TaskContext | RunConfig) -> None:
         """Built from a RunConfig alone, the task itself makes its tokenizer and finds the metadata of its data."""
@@ -101,9 +89,6 @@ class Task:
         made = object.__new__(type(self))
         vars(made).update(vars(self))
         return made
-
-    facts = renamed_attribute("facts")
-    labelled = renamed_attribute("labelled")
 
     def build_tokenizer(self) -> Any:
         """The tokenizer, or None for a task that needs none. Called once, on rank 0; it is sent to the others."""
@@ -227,9 +212,6 @@ class Task:
     def loss_scores(self, loss: float, num_targets: float, records: list[dict[str, Any]]) -> dict[str, float]:
         """Scores of the summed loss, without predictions; ``records`` are those that were evaluated."""
         return {"loss": loss / num_targets}
-
-
-keep_old_names(Task)
 
 
 def _rebuild(

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from drawbar.config.schema.run_config import RunConfig
-from drawbar.tasks.old_names import section_of_config
 
 
 def _unchanged(model: nn.Module) -> None:
@@ -45,6 +44,3 @@ class TaskContext:
         """Whether a run begins with this task: it trains, and has no checkpoint to go on from. What would make such a
         run useless is then refused; a run that exists is left as it is."""
         return self.trains and not self.has_checkpoint
-
-    def __getattr__(self, name: str) -> Any:
-        return section_of_config(self, name)

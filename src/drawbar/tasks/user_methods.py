@@ -12,15 +12,10 @@ import torch
 from drawbar.config.io.user_modules import cause, missing_module
 from drawbar.errors import UserError, nearest
 from drawbar.tasks.method_errors import code_of_method, place
-from drawbar.tasks.old_names import METHODS as OLD_METHODS
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_context import TaskContext
 
-METHODS = tuple(
-    name
-    for name, value in vars(Task).items()
-    if inspect.isfunction(value) and not name.startswith("_") and name not in OLD_METHODS
-)
+METHODS = tuple(name for name, value in vars(Task).items() if inspect.isfunction(value) and not name.startswith("_"))
 """The methods that a task may override."""
 SIMILAR_NAME = 0.85
 """A name at least this similar counts as misspelled: ``colate`` has 0.92 with ``collate``, and ``decode``, a likely
@@ -147,8 +142,8 @@ def _methods_by_code(task_type: type[Task]) -> dict[CodeType, tuple[type, str]]:
     """The class and the name of each method that a task may override, by its code, in the class and in its bases."""
     names: dict[CodeType, tuple[type, str]] = {}
     for base in task_type.__mro__:
-        for name in (*OLD_METHODS, *METHODS):  # a method of an old name has the new one, too
+        for name in METHODS:
             code = code_of_method(vars(base).get(name))
             if code is not None:
-                names[code] = (base, code.co_name if code.co_name in OLD_METHODS else name)
+                names[code] = (base, name)
     return names

@@ -44,7 +44,7 @@ class StatusCallback(Callback):
     def __init__(self, every: int, is_complete: Callable[[], bool]) -> None:
         self._every = every
         self._is_complete = is_complete
-        self._started: float | None = None
+        self._started = round(time.time(), 3)
 
     def on_train_start(self, run: RunHandle) -> None:
         self._started = round(time.time(), 3)

@@ -12,8 +12,7 @@ def resolve_mode(section: EvalSection, stored_mode: str | None) -> EvalSection:
     """The section with ``auto`` resolved to ``min`` or ``max``; unchanged if neither the run nor the metric decides.
 
     Args:
-        stored_mode: the ``eval.mode`` stored in an existing run; None for a new run. Older versions stored ``min`` if
-            the user had not set it.
+        stored_mode: the ``eval.mode`` stored in an existing run; None for a new run.
     """
     usual = best_is(section.metric)
     mode = (stored_mode or "auto") if section.mode == "auto" else section.mode

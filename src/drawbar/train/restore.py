@@ -10,8 +10,6 @@ import torch
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import RESOLVED, Snapshot, Unusable
 from drawbar.checkpoint.load import read_on_all_ranks, read_state, run_on_all_ranks
-from drawbar.config.io.source import read_file
-from drawbar.config.schema.data_section import DataSection
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import Loader, TrainLoader
 from drawbar.distributed.process_group import Distributed
@@ -37,10 +35,9 @@ def with_original_choices(config: RunConfig, checkpoint: Path, device: torch.dev
         UserError: the checkpoint is damaged.
     """
     state = read_state(checkpoint)
-    # older checkpoints have no such entry: Muon's precision was always bf16 then
-    before = state.get(RESOLVED, {"precision": state["engine"].get("precision", "auto"), "muon_precision": "bf16"})
+    before = state[RESOLVED]
     muon = config.optim.muon_precision
-    padded = config.data.padding_free == "auto" and not before.get("padding_free", False)
+    padded = config.data.padding_free == "auto" and not before["padding_free"]
     begun = config.model_copy(
         update={
             "precision": before["precision"] if config.precision == "auto" else config.precision,
@@ -118,12 +115,12 @@ def restore_rest(
     if values["data"] is None:
         _go_on_after(rest.step, loader)
     elif forked:
-        _load_where_it_fits(loader, _with_lanes(values["data"], start.checkpoint))
+        _load_where_it_fits(loader, values["data"])
     else:
         loader.load(values["data"])
         _check_validation(values.get("validation"), validation)
     _restore_generators(rest.rng, seed, rest.step, world)
-    progress = RunProgress.of_state(values["progress"])
+    progress = RunProgress(**values["progress"])
     if forked:
         progress.best_step = progress.best_score = None
         progress.evaluations_since_best = 0
@@ -162,19 +159,6 @@ def _check_validation(saved: str | None, validation: Split | None) -> None:
             remedy="restore the data (and the settings that encode it), "
             "or start a new run from these weights with `--fork NEWNAME`",
         )
-
-
-def _with_lanes(data: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """The data position. Older checkpoints have a stream's position without its lanes (see ``data.stream``): the number
-    of lanes, and of records for each, is then added from ``config.yaml``."""
-    if "cursor" not in data:  # no stream
-        return data
-    path = checkpoint.resolve().parent.parent / "config.yaml"
-    saved = read_file(path).values.get("data", {}) if path.exists() else {}
-    if not saved.keys() >= {"stream_lanes", "shuffle_buffer"}:
-        return data
-    then = DataSection(stream_lanes=saved["stream_lanes"], shuffle_buffer=saved["shuffle_buffer"])
-    return {"lanes": then.stream_lanes, "records": then.records_per_lane, **data}
 
 
 def _engine_state(snapshot: Snapshot) -> EngineState:
@@ -216,10 +200,9 @@ def _go_on_after(step: int, loader: Loader) -> None:
 
 def _restore_generators(rng: dict[str, torch.Tensor], seed: int, step: int, world: Distributed) -> None:
     seed_rank = world.dims.seed_rank
-    first = next(rank for rank in range(world.size) if seed_rank(rank) == seed_rank(world.rank))
-    for prefix in (f"{rng_key(world, world.rank)}/", f"rank-{first:04d}/"):  # older checkpoints kept them by rank
-        own = {name.removeprefix(prefix): tensor for name, tensor in rng.items() if name.startswith(prefix)}
-        if own:
-            set_rng_state(own, world.device)
-            return
-    seed_everything(seed + step, seed_rank(world.rank))  # the saving run had fewer generators
+    prefix = f"{rng_key(world, world.rank)}/"
+    own = {name.removeprefix(prefix): tensor for name, tensor in rng.items() if name.startswith(prefix)}
+    if own:
+        set_rng_state(own, world.device)
+    else:
+        seed_everything(seed + step, seed_rank(world.rank))  # the saving run had fewer generators

@@ -4,8 +4,7 @@ counting steps, saving the tokenizer, checking the script and the base model."""
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from drawbar.config.io.load_config import SCRIPT_FILE, script_of_run
 from drawbar.config.io.source import read_file
 from drawbar.config.schema.run_config import OptimSection, ParallelSection, RunConfig, TaskConfig, TrainSection
 from drawbar.config.schema.task_sections import CausalLMConfig, TokenizerTraining
-from drawbar.data.loader import OtherData
 from drawbar.data.tokenizer import load_tokenizer
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import has_rank
@@ -48,8 +46,6 @@ from drawbar.util.versions import untested_versions
 
 METADATA_FILE = "task.json"
 """In a run directory: the dataset metadata of the run's task."""
-ADDS_SPECIAL_TOKENS = "wraps_texts"
-"""Marker file: the tokenizer adds the special tokens itself; without it (older runs), the task did."""
 
 
 def warn_of_one_process(config: RunConfig, device: torch.device) -> None:
@@ -182,43 +178,18 @@ def _refuse_other_training(wanted: TokenizerTraining, before: Any) -> None:
 
 
 def _saved_tokenizer(task_type: type[Task], options: TaskConfig, source_run_dir: Path) -> Any:
-    """The saved tokenizer of a run. In older runs the task added special tokens; now the tokenizer is set up to do so.
-    A chat template configured after the tokenizer was saved replaces the saved one."""
+    """The saved tokenizer of a run. A chat template configured after it was saved replaces the saved one."""
     tokenizer = load_tokenizer(str(source_run_dir / "tokenizer"))
-    if not issubclass(task_type, PretrainedTask):
-        return tokenizer
-    if not _adds_special_tokens(source_run_dir):
-        tokenizer = task_type.upgrade_tokenizer(tokenizer)
-    template = getattr(options, "chat_template", None)
+    template = getattr(options, "chat_template", None) if issubclass(task_type, PretrainedTask) else None
     if template is not None and template != _saved_options(source_run_dir).get("chat_template"):
         tokenizer.chat_template = read_template(template)
     return tokenizer
-
-
-def _adds_special_tokens(source_run_dir: Path) -> bool:
-    return (source_run_dir / "tokenizer" / ADDS_SPECIAL_TOKENS).exists()
 
 
 def _saved_options(source_run_dir: Path) -> dict[str, Any]:
     """The task options stored in a run directory; empty where there are none."""
     path = source_run_dir / "config.yaml"
     return read_file(path).values.get("task", {}) if path.exists() else {}
-
-
-@contextmanager
-def explain_chat_label_change(task: Task, source_run_dir: Path) -> Iterator[None]:
-    """Explain why a chat run of an older drawbar cannot be resumed: its labels changed, not its data."""
-    try:
-        yield
-    except OtherData as error:
-        if _adds_special_tokens(source_run_dir) or getattr(task.config, "messages_column", None) is None:
-            raise
-        raise UserError(
-            "the chats of this run have other labels now (unless its data changed): it was begun by an older drawbar, "
-            "which also trained what stands between an answer's end token and the next message",
-            where=str(source_run_dir),
-            remedy="start a new run from these weights with `--fork NEWNAME`",
-        ) from error
 
 
 def save_task(task: Task, run_dir: Path) -> None:
@@ -228,7 +199,6 @@ def save_task(task: Task, run_dir: Path) -> None:
         draft = run_dir / "tokenizer.tmp"
         with rust_errors_as_oserror(draft):
             task.tokenizer.save_pretrained(str(draft))
-        (draft / ADDS_SPECIAL_TOKENS).touch()
         for path in (*draft.iterdir(), draft):
             sync(path)
         draft.rename(run_dir / "tokenizer")
@@ -289,9 +259,9 @@ def with_cross_entropy_of(config: RunConfig, state: Mapping[str, Any]) -> RunCon
     other implementations add up the same loss in another order.
 
     Args:
-        state: of the checkpoint; older ones do not say how the loss was computed: it was plain.
+        state: of the checkpoint.
     """
-    begun = state.get(RESOLVED, {}).get("cross_entropy", "plain")
+    begun = state[RESOLVED]["cross_entropy"]
     if begun != "plain" or getattr(config.task, "cross_entropy", None) != "auto":
         return config
     return config.model_copy(update={"task": config.task.model_copy(update={"cross_entropy": "plain"})})
@@ -353,19 +323,11 @@ def check_base(snapshot: Snapshot, base: FrozenBaseInfo | None) -> None:
     """Refuse adapters on a pretrained model that is not the one they were trained on: a checkpoint holds nothing of it.
 
     Raises:
-        UserError: the pretrained weights differ, or neither their files nor the checkpoint has some parameter.
+        UserError: the pretrained weights differ.
     """
     if base is None:
         return
-    lost = sorted(base.without_file - snapshot.model.keys())
-    if lost:
-        raise UserError(
-            f"neither the pretrained model nor this checkpoint has {lost[0]}: an older drawbar set it at random, and "
-            "did not save it",
-            where="task.model",
-            remedy="train the run anew, under another run.name",
-        )
-    if snapshot.state.get("base") not in (None, base.digest):  # older checkpoints do not say it
+    if snapshot.state["base"] not in (None, base.digest):  # None: made by `drawbar convert`
         raise UserError(
             "the weights of the pretrained model are not those that the adapters of this run were trained on",
             where="task.model",

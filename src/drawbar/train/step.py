@@ -1,8 +1,7 @@
 """``RunProgress``, the counters of the training loop, and ``StepInfo``, which callbacks get for each step."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
 
 from drawbar.engines.results import StepResult
 
@@ -30,11 +29,6 @@ class RunProgress:
 
     def state(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> Self:
-        """The progress that ``state`` returned as a dict; an older drawbar called ``num_targets`` ``weight`` in it."""
-        return cls(**{"num_targets" if name == "weight" else name: value for name, value in state.items()})
 
 
 @dataclass(frozen=True)

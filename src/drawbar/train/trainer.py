@@ -74,7 +74,6 @@ from drawbar.train.setup import (
     build_task,
     check_script,
     count_steps,
-    explain_chat_label_change,
     log_changed_schedule,
     save_task,
     warn_of_one_process,
@@ -209,8 +208,7 @@ class Trainer:
         seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # dropout differs by rank, but for tp ranks
         progress = RunProgress()
         if start.checkpoint is not None:
-            with explain_chat_label_change(task, source_run_dir):
-                progress = restore_rest(start, rest, config.run.seed, loader, validation, world)
+            progress = restore_rest(start, rest, config.run.seed, loader, validation, world)
             check_not_fewer_steps(progress.step, total_steps, config.train)
             if source_run_dir != config.run_dir:
                 check_new_steps(progress.step, total_steps, config.train)

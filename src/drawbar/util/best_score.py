@@ -26,11 +26,11 @@ class BestScore(BaseModel):
 
     @classmethod
     def from_json(cls, text: bytes) -> "BestScore":
-        """What ``to_json`` has made, or an older version, which wrote no checksum. Raises ValueError for other text."""
+        """What ``to_json`` has made. Raises ValueError for other text."""
         fields = read_json(text)
         checksum = fields.pop("sha256", None) if isinstance(fields, dict) else None
         found = cls.model_validate(fields)
-        if checksum is not None and checksum != _checksum(found.model_dump()):
+        if checksum != _checksum(found.model_dump()):
             raise ValueError("it does not match its own checksum")
         return found
 

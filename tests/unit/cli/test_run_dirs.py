@@ -72,7 +72,7 @@ def test_logs_of_a_run_without_a_job(project: Path) -> None:
 
 
 def test_logs_are_followed_until_the_run_ends(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    write_run_status(tmp_path, "training", 0, 20)
+    write_run_status(tmp_path, "training", 0, 20, started=0.0)
     codes: list[int] = []
     following = threading.Thread(target=lambda: codes.append(_show_run(tmp_path, True, 0)))
     following.start()
@@ -89,7 +89,7 @@ def test_logs_are_followed_until_the_run_ends(tmp_path: Path, capfdbinary: pytes
     assert following.is_alive()
     with (tmp_path / "logs" / "rank-0000.log").open("a") as log:
         log.write("last\n")
-    write_run_status(tmp_path, "failed", 3, 20)
+    write_run_status(tmp_path, "failed", 3, 20, started=0.0)
     following.join()
     wait_until(lambda: has_shown(b"last"), "the last line")
     assert codes == [ExitCode.FAILED]

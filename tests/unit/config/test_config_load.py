@@ -455,10 +455,6 @@ def test_file_that_may_not_be_read(write):
 # ---- writing it back -------------------------------------------------------------------------------------------
 
 
-def test_a_setting_that_older_versions_wrote_as_null_is_passed_over() -> None:
-    assert load_config(None, ["tracking.wandb=null", "tracking.log_every=3"]).config.tracking.log_every == 3
-
-
 texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20).filter(
     lambda text: text[0] != "~" and "$" not in text
 )

@@ -164,7 +164,7 @@ def test_labels_are_not_taken_for_numbers_that_round_to_them() -> None:
 
 
 def test_the_fingerprint_does_not_depend_on_how_samples_are_stored() -> None:
-    """It is what checkpoints of older runs say."""
+    """It is what checkpoints say."""
     samples = [
         {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "x": 2, "name": "a", "picture": np.ones((2, 2), np.uint8)},
         {"input_ids": [300], "labels": [300], "x": 1.5, "name": "b", "picture": np.ones((1, 2), np.uint8)},

@@ -46,7 +46,7 @@ def one_by_one(lengths: np.ndarray, capacity: int, seed: int) -> list[list[int]]
 def test_a_plan_is_what_placing_one_sample_after_another_gives(
     lengths: np.ndarray, capacity: int, seed: int, block: int
 ) -> None:
-    """The fingerprints of older runs' data depend on it."""
+    """The fingerprints of a run's data depend on it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "BLOCK_VALUES", block)
         plan = plan_rows(lengths, capacity, seed)

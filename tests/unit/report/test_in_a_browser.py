@@ -78,7 +78,7 @@ def make_run(folder: Path, lr: str = "1.0e-3") -> Path:
         json.dumps({"id": 0, "prediction": TEXT}) + "\n" + json.dumps({"id": 1, "prediction": "a road"}) + "\n"
     )
     (folder / "logs" / "rank-0000.log").write_text(f"2026-01-01 00:00:00,000 ERROR error: {TEXT}\n", encoding="utf-8")
-    write_run_status(folder, "complete", 30, 30)
+    write_run_status(folder, "complete", 30, 30, started=0.0)
     return folder
 
 

@@ -190,7 +190,7 @@ def test_a_run_that_still_trains_after_one_step(project: Path, tmp_path: Path) -
     run = copy(project, tmp_path)
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     write_metrics(run, first | {"time": time.time()})
-    write_run_status(run, "training", 1, 12)
+    write_run_status(run, "training", 1, 12, started=0.0)
     (run / LOCK_FILE).write_text("process 12 on gpu7\n")
     page = page_of(run)
     assert "training" in page.section("summary")
@@ -320,7 +320,7 @@ def test_jobs_and_signals_are_events(project: Path, tmp_path: Path) -> None:
 
 def test_every_stop_is_an_event(project: Path, tmp_path: Path) -> None:
     run = copy(project, tmp_path)
-    write_run_status(run, "stopped", 90, 100)
+    write_run_status(run, "stopped", 90, 100, started=0.0)
     with (run / "logs" / "rank-0000.log").open("a") as log:
         log.write("2026-01-01 00:00:00,000 INFO stopped at step 60/100\n")
     events = page_of(run).section("events")

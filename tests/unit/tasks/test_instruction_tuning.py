@@ -239,7 +239,7 @@ def test_a_model_stops_with_the_end_token_of_the_template(tokenizer: Any, tmp_pa
 def test_a_model_is_built_whose_template_cannot_be_trained_with(
     tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A new run ends at once, with one message. One of an older run may write texts, or be exported."""
+    """A new run ends at once, with one message. That of a run may write texts, or be exported."""
     own = copy.deepcopy(tokenizer)
     own.chat_template = "{{ messages[0]['content'] }}{{ messages[-1]['content'] }}"
     with pytest.raises(UserError, match="the chat template cannot write a question with its answer"):

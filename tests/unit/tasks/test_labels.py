@@ -190,7 +190,7 @@ def numbers(names: list[str]) -> list[ClassNumber]:
         ),  # as a model has them
         ([0, 1], NAMES, ["positive", 1, *numbers(NAMES)], [0, 1, 0, 1]),
         ([0, 1], NAMES, numbers(NAMES[::-1]), [1, 0]),  # another file, with another order
-        ([0, 1], None, numbers(NAMES), [0, 1]),  # a run of an older version, or one that learned from a .csv
+        ([0, 1], None, numbers(NAMES), [0, 1]),  # a run that learned from a .csv
         (NAMES, None, numbers(NAMES[::-1]), [1, 0]),
         ([1, 2, 3], ["1", "2", "3"], [1, "3", *numbers(["1", "2", "3"])], [0, 2, 0, 1, 2]),  # names that are numbers
         ([0, 1, 2], ["1", "2", "3"], numbers(["1", "2", "3"]), [0, 1, 2]),

@@ -22,13 +22,10 @@ from transformers import (
 )
 
 import drawbar
-from drawbar.checkpoint.format import Snapshot
 from drawbar.commands.export_run import ExportFormat, export_run
 from drawbar.commands.score_run import evaluate_run
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
-from drawbar.models.lora import FrozenBaseInfo
-from drawbar.train.setup import check_base
 from runs import fit_in, largest_difference, losses, scores, weights
 
 SIZES = {
@@ -233,15 +230,6 @@ def test_an_evaluation_on_another_pretrained_model_says_so(
         config = drawbar.load_config("config.yaml", ["run.name=llama", setting]).config
         evaluate_run(config, None, "validation", "12")
     assert "are not those that the adapters" in log.read_text()
-
-
-def test_an_older_checkpoint_without_what_no_file_has_is_named() -> None:
-    base = FrozenBaseInfo(frozenset({"bert.pooler.dense.bias"}), "of today")
-    snapshot = Snapshot(6, {}, {}, {}, {})
-    with pytest.raises(UserError, match=r"has bert\.pooler\.dense\.bias: an older drawbar"):
-        check_base(snapshot, base)
-    snapshot.model = {"bert.pooler.dense.bias": torch.zeros(2)}
-    check_base(snapshot, base)  # nor does it say what was below its adapters
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from drawbar.checkpoint.load import read_state
 from drawbar.config.io.load_config import load_config
 from drawbar.errors import UserError
 from drawbar.tasks.batch import Batch
@@ -70,21 +69,6 @@ def test_a_run_without_padding_has_the_losses_of_a_padded_one(
     training = seen[-12:]  # two micro-batches a step; the task is tried before, on padded rows
     assert all(real == computed for real, computed in training)
     assert largest_difference(losses(folder / "runs" / "padded"), losses(folder / "runs" / "free")) < 1e-5
-
-
-def test_a_run_of_an_older_drawbar_goes_on_padded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its checkpoints do not say how it began."""
-
-    def older(checkpoint: Path) -> dict[str, Any]:
-        state = read_state(checkpoint)
-        del state["formats"]["padding_free"]
-        return state
-
-    fit_in(folder, "task.type=sequence_classification", PADDED, "train.steps=3")
-    monkeypatch.setattr("drawbar.train.restore.read_state", older)
-    seen = tokens_of(monkeypatch)
-    fit_in(folder, "task.type=sequence_classification")
-    assert any(real < computed for real, computed in seen[-6:])
 
 
 def test_a_run_goes_on_as_it_began(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import importlib
-import json
 import os
 import shutil
 import signal
@@ -18,7 +17,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from drawbar import Callback, RunHandle, StepInfo
-from drawbar.data.stream import StreamLoader
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import ExitCode, UserError
@@ -26,11 +24,8 @@ from drawbar.launch.jobs.run_status import RunState, RunStatus, write_run_status
 from drawbar.runtime.seed import rng_state
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
-from drawbar.tasks.chat import ChatFormat
-from drawbar.tasks.messages import Chat
 from drawbar.train.restore import _restore_generators
 from drawbar.train.run_dir_lock import lock_run_dir
-from drawbar.train.setup import ADDS_SPECIAL_TOKENS
 from harness import run_ranks
 from runs import Fit, fit_in, losses, metrics, scores, weights
 
@@ -160,7 +155,7 @@ def test_an_interrupted_run_goes_on(every: int, fit: Fit, project: Path) -> None
 @pytest.mark.parametrize("state", ["training", "stopped", "failed"])
 def test_a_finished_run_is_complete_whatever_its_last_process_said(state: RunState, fit: Fit, run: Path) -> None:
     fit()
-    write_run_status(run, state, 11, 12)
+    write_run_status(run, state, 11, 12, started=0.0)
     fit()
     assert state_of(run) == ("complete", 12, 12)
 
@@ -451,32 +446,6 @@ def test_a_file_system_without_locks_says_so_and_trains(
     assert "without locks" in capfd.readouterr().err
 
 
-def test_an_older_run_of_chats_says_why_it_cannot_go_on(
-    fit: Fit, project: Path, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its data are the same; what changed are the labels of its chats."""
-    template = "{% for message in messages %}{{ message.content + eos_token + '\n' }}{% endfor %}"
-    chat = {"messages": [{"role": role, "content": "the load"} for role in ("user", "assistant")]}
-    (project / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 9)
-    settings = ("task.messages_column=messages", f"task.chat_template={json.dumps(template)}")
-    settings = (*settings, "data.train=chats.jsonl", "data.validation=chats.jsonl", "train.steps=4")
-
-    def encode_as_then(self: ChatFormat, chat: Chat, answers: str) -> tuple[list[int], list[int]]:
-        tokens = self.tokenizer.apply_chat_template(chat.messages, return_dict=True)["input_ids"]
-        return tokens, tokens
-
-    with monkeypatch.context() as then:
-        then.setattr(ChatFormat, "encode", encode_as_then)
-        fit(*settings, "data.cache=then")
-    with pytest.raises(UserError, match="the training data changed"):
-        fit(*settings)
-    (run / "tokenizer" / ADDS_SPECIAL_TOKENS).unlink()
-    with pytest.raises(UserError, match=r"the chats of this run have other labels now[\s\S]*--fork NEWNAME"):
-        fit(*settings)
-    assert fit(*settings[:-1], "train.steps=6", fork="new").progress.step == 6
-    assert (run.parent / "new" / "tokenizer" / ADDS_SPECIAL_TOKENS).exists()
-
-
 def test_a_stream_goes_on_with_mended_code_and_not_with_other_data(
     fit: Fit, project: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -498,15 +467,8 @@ def test_a_stream_goes_on_with_mended_code_and_not_with_other_data(
 
 
 def test_a_stream_keeps_its_lanes_and_a_fork_finds_its_place(
-    fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    fit: Fit, run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where an older drawbar wrote the position: then its run's configuration says how many lanes there were."""
-    of_now = StreamLoader.state
-
-    def of_then(loader: StreamLoader[Any]) -> dict[str, Any]:
-        return {name: value for name, value in of_now(loader).items() if name not in ("lanes", "records")}
-
-    monkeypatch.setattr(StreamLoader, "state", of_then)
     settings = ("data.streaming=true", "data.validation=null", "eval.every=null", "train.steps=8")
     fit(*settings, "data.stream_lanes=12", "data.shuffle_buffer=48")
     with pytest.raises(UserError, match=r"set data.shuffle_buffer=48 data.stream_lanes=12; or"):

@@ -78,7 +78,6 @@ def read_settings(path: str | Path | None, overrides: Sequence[str] = (), cluste
         apply_override(settings, override)
     replace_alternatives(settings)
     fill_from_deepspeed_json(settings)
-    _drop_retired(settings)
     return settings
 
 
@@ -106,13 +105,6 @@ def check_settings(settings: Settings, task: type[TaskConfig] | None = None) -> 
     if config is None or settings.problems:
         raise _one_error(settings.problems)
     return LoadedConfig(config, settings.origins, settings.path, tuple(settings.notes))
-
-
-def _drop_retired(settings: Settings) -> None:
-    """Drop ``tracking.wandb: null``, which older run directories hold: ``tracking.trackers`` has taken its place."""
-    tracking = settings.values.get("tracking")
-    if isinstance(tracking, dict) and tracking.get("wandb", 0) is None:
-        del tracking["wandb"]
 
 
 def load_run_config(

@@ -7,9 +7,9 @@ command line overrule it.
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator
 
 from drawbar.config.io.hosts_file import check_hosts, parse_host
 from drawbar.config.io.source import Origin, Settings, read_file
@@ -184,19 +184,6 @@ class ClusterSection(Section):
     They travel over the connection, in no file and no command line, so secrets may be among them."""
     workdir: PathText | None = None
     """For `--to ssh`: the folder to run in on each host, made where there is none. Default: the same path as here."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_ssh_program(cls, values: Any) -> Any:
-        """Older versions wrote ``ssh_program`` into each run: ``ssh``, which is all there is now, or ``pdsh``."""
-        if not isinstance(values, dict) or "ssh_program" not in values:
-            return values
-        if values["ssh_program"] != "ssh":
-            raise ValueError(
-                "there is no cluster.ssh_program any more: ssh itself starts the hosts, and pdsh made nothing faster; "
-                "leave it out, or for a run that has it written down, set cluster.ssh_program=ssh"
-            )
-        return {name: value for name, value in values.items() if name != "ssh_program"}
 
     @property
     def gpu_count(self) -> int | None:

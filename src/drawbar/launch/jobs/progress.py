@@ -70,8 +70,7 @@ class LoggedProgress:
 
     def state(self, run_dir: Path, now: float) -> str:
         """What the run says of itself; ``stale`` where it says that it trains, no process holds its directory, and its
-        process is gone or it has been silent for too long; ``unknown`` of a run that has not begun, or that an older
-        drawbar made."""
+        process is gone or it has been silent for too long; ``unknown`` of a run that has not begun."""
         if self.run_state == "training" and not is_locked(run_dir) and (self.is_stale(now) or is_gone(run_dir)):
             return "stale"
         return self.run_state or "unknown"
@@ -86,7 +85,7 @@ def read_progress(run_dir: Path) -> LoggedProgress:
     times = [line["time"] for line in lines[-20:]]
     checkpoint = newest_step(run_dir)
     status = RunStatus.read(run_dir)
-    started = -math.inf if status is None or status.started is None else status.started
+    started = -math.inf if status is None else status.started
     gaps = [
         after - before for before, after in itertools.pairwise(times) if before >= started
     ]  # without the time between two processes
@@ -158,7 +157,7 @@ def _step(lines: Sequence[Mapping[str, Any]], status: RunStatus | None) -> int |
 
 def _seconds_left(trained: Sequence[Mapping[str, Any]], total: int | None, status: RunStatus | None) -> float | None:
     """See ``LoggedProgress``. The first line of a start is left out: its steps also compiled and warmed up."""
-    if total is None or status is None or status.started is None:
+    if total is None or status is None:
         return None
     lines = [line for line in trained if line["time"] >= status.started]
     if len(lines) < 2 or lines[-1]["step"] <= lines[0]["step"]:

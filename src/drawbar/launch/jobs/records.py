@@ -41,6 +41,8 @@ class JobRecord:
     """On each node."""
     arguments: tuple[str, ...]
     """What ``drawbar submit`` was told: a configuration, and settings."""
+    launcher: str
+    """By name."""
     profile: str | None = None
     """The cluster profile."""
     code: str | None = None
@@ -53,8 +55,6 @@ class JobRecord:
     """For an element of a sweep: the sweep's name, which is also the job's name."""
     settings: tuple[str, ...] = ()
     """For an element of a sweep: the settings that only it has."""
-    launcher: str = "slurm"
-    """By name. Records of older versions are all Slurm's."""
 
     @property
     def array_id(self) -> str:

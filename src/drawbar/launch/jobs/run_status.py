@@ -24,12 +24,12 @@ class RunStatus:
     total_steps: int
     time: float
     """In seconds since 1970."""
-    started: float | None = None
-    """When the process that wrote this began to train; None of an older drawbar's."""
+    started: float
+    """When the process that wrote this began to train."""
 
     @staticmethod
     def read(run_dir: Path) -> "RunStatus | None":
-        """None where the run has not begun, or an older drawbar made it."""
+        """None where the run has not begun."""
         try:
             status = RunStatus(**json.loads((run_dir / STATUS_FILE).read_bytes()))
         except (OSError, ValueError, TypeError):
@@ -37,7 +37,7 @@ class RunStatus:
         return status if status.state in get_args(RunState) else None
 
 
-def write_run_status(run_dir: Path, state: RunState, step: int, total_steps: int, started: float | None = None) -> None:
+def write_run_status(run_dir: Path, state: RunState, step: int, total_steps: int, started: float) -> None:
     """Write ``status.json``. Raises OSError where that cannot be done."""
     status = RunStatus(state, step, total_steps, round(time.time(), 3), started)
     write_atomically(run_dir / STATUS_FILE, json.dumps(asdict(status)).encode() + b"\n")
