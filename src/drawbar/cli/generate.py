@@ -45,7 +45,7 @@ Examples:
     metavar="FILE",
     help="A .jsonl file to write prompts and texts to, instead of printing them.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the output, if it is there.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier output, if it is there.")
 @checkpoint_option
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Most tokens to add."
@@ -56,7 +56,7 @@ Examples:
     "--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True, help="1 for all."
 )
 @click.option("--beams", type=click.IntRange(min=1), default=1, show_default=True, help="1 is no beam search.")
-@click.option("--raw", is_flag=True, help="Of a chat model: go on from the text as it is, without the chat template.")
+@click.option("--raw", is_flag=True, help="Go on from the text as it is, without chat template or Alpaca's text.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The same seed, the same text.")
 @click.pass_obj
 def generate(
@@ -77,36 +77,41 @@ def generate(
 ) -> int:
     """Print what the model of RUN goes on with after each prompt (by default: the beginning of a document).
 
-    A chat model, one that was trained on messages, answers: a prompt is then what the user says.
+    A chat model, one that was trained on messages, answers: a prompt is then what the user says. One that was trained
+    on Alpaca's instructions does what the prompt says.
     """
     from drawbar.cli.arguments import load_run
-    from drawbar.cli.prompts import as_messages, default_prompts, read_prompts
+    from drawbar.cli.prompts import as_instruction, as_messages, default_prompts, read_prompts
     from drawbar.util.torch_imports import quick_imports
 
     with quick_imports():
-        from drawbar.commands.output_files import check_output, write_lines
+        from drawbar.commands.output_files import TEXTS, check_output, write_lines
         from drawbar.commands.score_run import generate_from_run
         from drawbar.evaluation.text_generation import Sampling
+        from drawbar.tasks.record_shapes import reads_alpaca
 
     loaded = load_run(run, ("launch.nproc=1",), task)
-    path = None if output is None else check_output(output, overwrite)
+    path = None if output is None else check_output(output, overwrite, TEXTS)
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, beams)
     messages_column = None if raw else getattr(loaded.config.task, "messages_column", None)
     rename = loaded.config.data.rename or {}
-    all_prompts = [*prompts, *(read_prompts(input_file, messages_column, rename) if input_file else [])]
-    all_prompts = all_prompts or default_prompts(is_chat=messages_column is not None)
-    asked = all_prompts if messages_column is None else [as_messages(prompt) for prompt in all_prompts]
+    is_alpaca = not raw and reads_alpaca(loaded.config.task)
+    all_prompts = [*prompts, *(read_prompts(input_file, messages_column, rename, is_alpaca) if input_file else [])]
+    all_prompts = all_prompts or default_prompts(answers=messages_column is not None or is_alpaca)
+    asked = all_prompts
+    if messages_column is not None or is_alpaca:
+        asked = [as_instruction(prompt) if is_alpaca else as_messages(prompt) for prompt in all_prompts]
     texts = generate_from_run(loaded.config, task, asked, sampling, checkpoint, seed)
     if path is None:
-        _print_texts(all_prompts, texts, are_chats=messages_column is not None)
+        _print_texts(all_prompts, texts, are_answers=messages_column is not None or is_alpaca)
     else:
         write_lines(path, ({"prompt": prompt, "text": text} for prompt, text in zip(all_prompts, texts, strict=True)))
     return 0
 
 
-def _print_texts(prompts: "list[Prompt]", texts: list[str], are_chats: bool) -> None:
+def _print_texts(prompts: "list[Prompt]", texts: list[str], are_answers: bool) -> None:
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         if number:
             click.echo("-" * 40)
         shown = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
-        click.echo(click.style(shown, bold=True) + ("\n" if are_chats else "") + text)
+        click.echo(click.style(shown, bold=True) + ("\n" if are_answers else "") + text)

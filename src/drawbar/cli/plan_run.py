@@ -87,13 +87,13 @@ def plan(
     does not fit, looks for changes with which it does.
     """
     from drawbar.cli.arguments import check_training, load
-    from drawbar.commands.output_files import check_output
+    from drawbar.commands.output_files import FORECAST, check_output
     from drawbar.errors import ExitCode
     from drawbar.util.torch_imports import quick_imports
 
     loaded = load(arguments, task)
     check_training(loaded)
-    json_path = None if json_file is None else check_output(json_file, overwrite=True, option="--json")
+    json_path = None if json_file is None else check_output(json_file, True, FORECAST, "--json")
     with quick_imports():
         from rich.console import Console
 

@@ -34,7 +34,7 @@ With --probabilities it has "probabilities", too: that of each label, by its nam
 @click.option("--input", "source", metavar="FILE", help="A file of records, or a glob. Default: what data.test says.")
 @click.option("--output", required=True, metavar="FILE", help="A .jsonl file to write.")
 @click.option("--probabilities", is_flag=True, help="Of classifiers: write the probability of each label as well.")
-@click.option("--overwrite", is_flag=True, help="Replace the output, if it is there.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier output, if it is there.")
 @checkpoint_option
 @click.pass_obj
 def predict(
@@ -50,14 +50,14 @@ def predict(
     """Predict for records without labels, by the model of RUN (a run directory)."""
     from drawbar.cli.arguments import load_run
     from drawbar.cli.train import count_processes, rerun_command
-    from drawbar.commands.output_files import check_output
+    from drawbar.commands.output_files import PREDICTIONS, check_output
     from drawbar.config.rules.rule_table import RULES, check_rules
     from drawbar.util.torch_imports import quick_imports
 
     given = (f"data.test={json.dumps(source)}", "data.limit.test=null") if source is not None else ()
     loaded = load_run(run, (*given, *overrides), task)
     check_rules(loaded, RULES)
-    path = check_output(output, overwrite)
+    path = check_output(output, overwrite, PREDICTIONS)
     processes = count_processes(loaded.config)
     if processes > 1:
         from drawbar.launch.node.agent import run_processes

@@ -10,16 +10,20 @@ from drawbar.config.schema.task_sections import TEMPLATE_COLUMNS
 from drawbar.data.nested import old_name, value_at
 from drawbar.data.sources import Record, open_records
 from drawbar.errors import UserError
+from drawbar.tasks.record_shapes import ALPACA_INPUT, ALPACA_INSTRUCTION, alpaca_prompt
 
 if TYPE_CHECKING:
     from drawbar.evaluation.text_generation import Prompt
 
 
-def read_prompts(path: str, messages_column: str | None, rename: Mapping[str, str]) -> "list[Prompt]":
+def read_prompts(
+    path: str, messages_column: str | None, rename: Mapping[str, str], is_alpaca: bool = False
+) -> "list[Prompt]":
     """The prompts of a file.
 
     Args:
         messages_column: the key of the messages, for a chat model; dots lead into nested records.
+        is_alpaca: whether a record may be an instruction with its input.
         rename: as ``data.rename``. A file need not have these columns, as prompts are no training data.
 
     Raises:
@@ -35,8 +39,11 @@ def read_prompts(path: str, messages_column: str | None, rename: Mapping[str, st
             options = ((name, _value(record, name, rename)) for name in TEMPLATE_COLUMNS)
             given = {name: value for name, value in options if value is not None}
             prompt = {"messages": messages, **given} if given else messages
+        if is_alpaca and isinstance(record.get(ALPACA_INSTRUCTION), str):
+            prompt = {name: record[name] for name in (ALPACA_INSTRUCTION, ALPACA_INPUT) if record.get(name)}
         if not isinstance(prompt, str | list | dict):
             of_chat = f' or {{"{messages_column}": [{{"role": "user", "content": …}}]}}' if messages_column else ""
+            of_chat = f' or {{"{ALPACA_INSTRUCTION}": "what to do"}}' if is_alpaca else of_chat
             raise UserError(
                 "the record has no prompt",
                 where=records.where(number),
@@ -54,19 +61,25 @@ def _value(record: Record, column: str, rename: Mapping[str, str]) -> Any:
     return None
 
 
-def default_prompts(is_chat: bool) -> "list[Prompt]":
+def default_prompts(answers: bool) -> "list[Prompt]":
     """What a model goes on from where nobody says it: the beginning of a document.
 
     Raises:
-        UserError: it is a chat model, which has nothing to answer.
+        UserError: it is a model that answers, and there is nothing to answer.
     """
-    if is_chat:
+    if answers:
         raise UserError(
-            "this run's model answers messages, and there is none",
+            "this run's model answers, and nobody asks",
             where="--prompt",
             remedy='ask it something, as in --prompt "Who are you?", or give --raw',
         )
     return [""]
+
+
+def as_instruction(prompt: "Prompt") -> str:
+    """A prompt for a model that was trained on Alpaca's records: a text is an instruction without an input."""
+    record: Any = prompt if isinstance(prompt, dict) else {ALPACA_INSTRUCTION: prompt}
+    return alpaca_prompt(record[ALPACA_INSTRUCTION], record.get(ALPACA_INPUT))
 
 
 def as_messages(prompt: "Prompt") -> "Prompt":

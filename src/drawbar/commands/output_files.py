@@ -1,8 +1,9 @@
 """Output at a path that the user names: refused before any work where it cannot be written, and whole or absent."""
 
+import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,19 @@ from drawbar.runtime.log import told_while_waiting
 from drawbar.util.atomic_files import is_stream, replacing, unwritable
 from drawbar.util.strict_json import json_line
 
+PREDICTIONS, TEXTS, FORECAST = {"prediction"}, {"prompt", "text"}, {"strategy", "peak"}
+"""Keys of the JSON objects that ``predict``, ``generate`` and ``plan`` write."""
+_BEGINNING = 1 << 24
+"""Bytes in which the first object of an output must end."""
 
-def check_output(text: str, overwrite: bool, option: str = "--output") -> Path:
+
+def check_output(text: str, overwrite: bool, keys: Set[str], option: str = "--output") -> Path:
     """The file that an option names; refused, before any work, if it is there already or cannot be written. A stream,
     such as ``/dev/stdout``, is no file that could be lost.
+
+    Args:
+        overwrite: to replace an earlier output, one that begins with a JSON object with these ``keys``. No other file
+            is replaced: it may be the input, or the run's own.
 
     Raises:
         UserError: see above.
@@ -28,12 +38,25 @@ def check_output(text: str, overwrite: bool, option: str = "--output") -> Path:
         return path
     if path.exists() and not overwrite:
         raise UserError(f"{path} is there already", where=option, remedy="name another file, or add --overwrite")
+    if path.exists() and not _is_output(path, keys):
+        what = f"{path} is there already, and is no output of this command"
+        raise UserError(what, where=option, remedy="name another file, or remove this one")
     with writing(path, option):
         folder = Path(os.path.realpath(path)).parent
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     return path
+
+
+def _is_output(path: Path, keys: Set[str]) -> bool:
+    """Whether a file begins as an output does; an empty one holds nothing that could be lost."""
+    with path.open("rb") as file:
+        begin = file.read(_BEGINNING).decode(errors="replace")
+    try:
+        return not begin or json.JSONDecoder().raw_decode(begin)[0].keys() >= keys
+    except (ValueError, AttributeError):
+        return False
 
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> int:

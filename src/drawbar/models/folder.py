@@ -100,7 +100,10 @@ def check_model_folder(name: str) -> None:
         remedy = f"name the folder that the model was saved to: it holds {CONFIG} and safetensors files"
         if (folder / ADAPTER_CONFIG).is_file():
             what = "holds adapters, and not the model that they adapt"
-            remedy = f"merge them into it with peft, and name the merged model; {ADAPTER_CONFIG} says which model it is"
+            remedy = (
+                "name the merged model: of a run, `drawbar export RUN --merge --to FOLDER`; of others, peft's "
+                f"merge_and_unload; {ADAPTER_CONFIG} says which model it is"
+            )
         raise UserError(f"the folder {name} {what}", where="task.model", remedy=remedy)
     for file in (path, folder / GENERATION_CONFIG):  # transformers does without the second where it cannot read it
         content = None

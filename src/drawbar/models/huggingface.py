@@ -358,7 +358,10 @@ def from_hub(load: Callable[..., T], name: str) -> T:
             path, found = foreign
             first_line, remedy = f"{path.name} is {found.what}", found.remedy_for(path)
         elif is_folder:
-            remedy = "the folder must hold config.json and safetensors files of a model that transformers knows"
+            remedy = (
+                "the folder must hold config.json and all safetensors files, whole, of a model that transformers "
+                "knows: copy or fetch anew what is missing or cut off"
+            )
         else:
             remedy = (
                 f"{meant_folder(name)}give a folder, a hub name that this machine can reach, or a model type for "

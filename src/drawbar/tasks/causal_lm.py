@@ -2,6 +2,7 @@
 
 import math
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,14 @@ from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL, split_tokens
 from drawbar.data.tokenizer import MODEL_INPUTS, begin_tokens
 from drawbar.errors import UserError
-from drawbar.models.heads import pads_on_the_left
 from drawbar.parallel.styles import cross_entropy_sum
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.chat import ChatFormat, chat_prompt, parts_written, read_template
-from drawbar.tasks.generation import continuations, stop_with
-from drawbar.tasks.messages import Chat, as_chat, check_message, message_text
+from drawbar.tasks.generation import continuations, stop_with, takes_prompts_together
+from drawbar.tasks.messages import DOCUMENTS, SYSTEM, Chat, as_chat, check_message, message_text
 from drawbar.tasks.pretrained import PretrainedTask, mean_and_perplexity
-from drawbar.tasks.record_shapes import ALPACA_INPUT, ALPACA_INSTRUCTION, alpaca_prompt
+from drawbar.tasks.record_shapes import ALPACA_INPUT, alpaca_prompt, reads_alpaca
 from drawbar.tasks.task import require
 from drawbar.tasks.task_context import TaskContext
 
@@ -135,6 +135,9 @@ class CausalLM(PretrainedTask):
             return found
         chat = self._chat_of(record)
         written = parts_written(self.tokenizer, chat)
+        # documents that are no dicts, and a system text beside a message that has one
+        taken = {DOCUMENTS: DOCUMENTS in chat.options, SYSTEM: chat.messages[0].get("content") == record.get(SYSTEM)}
+        found |= {column: False for column, is_taken in taken.items() if not is_taken and record.get(column)}
         return found | {
             key if key in chat.options else f"{self.config.messages_column}.{key}": is_written
             for key, is_written in written.items()
@@ -195,8 +198,10 @@ class CausalLM(PretrainedTask):
                 "on prompts and completions, use records that have both",
             )
         prompt = require(record, config.prompt_column, "task.prompt_column")
-        given = record.get(ALPACA_INPUT) if config.prompt_column == ALPACA_INSTRUCTION else None
-        return prompt if not isinstance(given, str) else alpaca_prompt(prompt, given)
+        if not reads_alpaca(config):
+            return prompt
+        given = record.get(ALPACA_INPUT)
+        return alpaca_prompt(prompt, None if given is None else require(record, ALPACA_INPUT, "task.prompt_column"))
 
     def _text(self, record: dict[str, Any]) -> str:
         return require(record, self.config.text_column, "task.text_column")
@@ -239,7 +244,9 @@ class CausalLM(PretrainedTask):
 
     def predicts_alone(self, model: nn.Module) -> bool:
         section = self.config.generation
-        return section is not None and not pads_on_the_left(model, self.data.sequence_length + section.max_new_tokens)
+        return section is not None and not takes_prompts_together(
+            model, self.data.sequence_length + section.max_new_tokens
+        )
 
     def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
         """The completion of each sample's prompt (all that comes before the last answer)."""
@@ -251,9 +258,16 @@ class CausalLM(PretrainedTask):
 
     def references(self, records: list[dict[str, Any]]) -> list[Any]:
         if self.config.messages_column is not None:
-            return [self.chat_format.last_answer(self._chat_of(record)) for record in records]
+            return [self._answer_asked_for(self._chat_of(record)) for record in records]
         assert self.config.completion_column is not None
         return [require(record, self.config.completion_column, "task.completion_column") for record in records]
+
+    def _answer_asked_for(self, chat: Chat) -> str:
+        """The answer that ``predict`` asks for: the last one that begins within the sample's length."""
+        _, labels = self.chat_format.encode(chat, self.config.answers)
+        begin = _prompt_length(labels[: self.data.sequence_length])
+        answer = list(takewhile(lambda label: label != IGNORED_LABEL, labels[begin:]))
+        return self.tokenizer.decode(answer, skip_special_tokens=True)
 
     def loss_scores(self, loss: float, num_targets: float, records: list[dict[str, Any]]) -> dict[str, float]:
         """Mean loss (nats a target token), perplexity and, for documents, bits per UTF-8 byte, end tokens included."""

@@ -89,11 +89,6 @@ class ChatFormat:
             labels[start:stop] = tokens[start:stop]
         return tokens, labels
 
-    def last_answer(self, chat: Chat) -> str:
-        """The last assistant message as the template renders it, to compare with what the model generates."""
-        _, labels = self.encode(chat, "last")
-        return self.tokenizer.decode([label for label in labels if label != IGNORED_LABEL], skip_special_tokens=True)
-
     def _stop_tokens(self) -> list[int]:
         """The ids of the tokens with which a model trained on these answers ends its text."""
         tokens, spans = self._answers(Chat([QUESTION, ANSWER]))

@@ -40,11 +40,15 @@ def generation_defaults(section: GenerationSection, max_tokens: int | None) -> d
     return dict.fromkeys(("max_length", *of_chance, *of_beams)) | options
 
 
-def left_padded(prompts: Sequence[list[int]], pad: int) -> dict[str, Tensor]:
-    """Prompts of different lengths as ``input_ids`` and ``attention_mask`` (B, L), each ending at the last column."""
+def left_padded(prompts: Sequence[list[int]]) -> dict[str, Tensor]:
+    """Prompts of different lengths as ``input_ids`` and ``attention_mask`` (B, L), each ending at the last column.
+
+    A row is padded with its own first token: a penalty for repetition, which looks at all of a row, then finds nothing
+    that the prompt does not have. No token attends to the padding.
+    """
     longest = max(map(len, prompts))
     return {
-        "input_ids": torch.tensor([[pad] * (longest - len(tokens)) + tokens for tokens in prompts]),
+        "input_ids": torch.tensor([tokens[:1] * (longest - len(tokens)) + tokens for tokens in prompts]),
         "attention_mask": torch.tensor([[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in prompts]),
     }
 
@@ -52,6 +56,20 @@ def left_padded(prompts: Sequence[list[int]], pad: int) -> dict[str, Tensor]:
 def tokens_left(length: int, positions: int) -> int:
     """How many tokens can follow a prompt: the last of them needs no position, as the model does not read it."""
     return positions - length + 1
+
+
+READS_COLUMNS = ("min_length", "no_repeat_ngram_size")
+"""Fields of a generation config for which padding counts as part of the text."""
+
+
+def takes_prompts_together(model: nn.Module, length: int) -> bool:
+    """Whether a batch of prompts has the texts that each has alone.
+
+    Args:
+        length: of the longest prompt with its text, in tokens.
+    """
+    config = getattr(model, "generation_config", None)
+    return pads_on_the_left(model, length) and not any(getattr(config, name, None) for name in READS_COLUMNS)
 
 
 def continuations(
@@ -64,14 +82,14 @@ def continuations(
     need equally many prompts.
     """
     longest = max(map(len, prompts), default=0) + section.max_new_tokens
-    size = len(prompts) if pads_on_the_left(model, longest) else 1
+    size = len(prompts) if takes_prompts_together(model, longest) else 1
     batches = [prompts[at : at + size] for at in range(0, len(prompts), size or 1)]
     tokens = [row for batch in batches for row in _continue(model, batch, pad, section)]
     return tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
 
 def _continue(model: Any, prompts: Sequence[list[int]], pad: int, section: GenerationSection) -> list[list[int]]:
-    inputs = {name: tensor.to(next(model.parameters()).device) for name, tensor in left_padded(prompts, pad).items()}
+    inputs = {name: tensor.to(next(model.parameters()).device) for name, tensor in left_padded(prompts).items()}
     longest, limit = inputs["input_ids"].shape[1], longest_input(model)
     most = [section.max_new_tokens] * len(prompts)
     if limit is not None:

@@ -72,8 +72,14 @@ def _fits(shape: Shape, record: Mapping[str, Any]) -> bool:
     return all(isinstance(record.get(name), kind) for name, kind in shape.columns.items())
 
 
-def alpaca_prompt(instruction: str, given: str) -> str:
+def reads_alpaca(options: Any) -> bool:
+    """Whether a task with these options reads the columns of Alpaca."""
+    columns = getattr(options, "prompt_column", None), getattr(options, "completion_column", None)
+    return columns == (ALPACA_INSTRUCTION, ALPACA_OUTPUT)
+
+
+def alpaca_prompt(instruction: str, given: str | None) -> str:
     """The text that Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca) puts around an instruction and its input,
-    which may be empty."""
-    about = f"### Input:\n{given}\n\n" if given.strip() else ""
+    which may be absent, null (as in tables) or empty."""
+    about = f"### Input:\n{given}\n\n" if given and given.strip() else ""
     return _ALPACA.format(paired=_PAIRED if about else "", instruction=instruction, input=about)

@@ -244,13 +244,17 @@ def test_an_output_that_is_there_stays(trained: Path) -> None:
         check_one_message(done.out + done.err, "new/ is a folder", "--output")
         done = run_cli(*arguments, "--output", "there.jsonl/out.jsonl", cwd=trained)
         check_one_message(done.out + done.err, "cannot write there.jsonl/out.jsonl", "--output")
+        for mine in (there.name, "new.tsv", "runs/classes/metrics.jsonl"):
+            done = run_cli(*arguments, "--output", mine, "--overwrite", cwd=trained)
+            assert done.code == 2
+            check_one_message(done.out + done.err, "is there already, and is no output of this command", "--output")
     assert there.read_text() == "mine"
 
 
 def test_outputs_that_are_streams_or_links_stay_what_they_are(project: Path) -> None:
     write_unlabelled(project)
     (project / "disk").mkdir()
-    (project / "disk" / "real.jsonl").write_text("old")
+    (project / "disk" / "real.jsonl").write_text('{"prediction": "old"}\n')
     (project / "out.jsonl").symlink_to("disk/real.jsonl")
     predict(project, "classes", "new.tsv", "data.columns=[id, text]", "--overwrite")
     assert len(written(project)) == len(TEXTS)

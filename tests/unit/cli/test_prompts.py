@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from drawbar.cli.prompts import as_messages, read_prompts
+from drawbar.cli.prompts import as_instruction, as_messages, read_prompts
 from drawbar.errors import UserError
+from drawbar.tasks.record_shapes import alpaca_prompt
 
 CHAT = [{"role": "user", "content": "is it far?"}]
 
@@ -32,6 +33,13 @@ def test_columns_have_the_names_of_training(
 ) -> None:
     (tmp_path / "prompts.jsonl").write_text(json.dumps(record) + "\n")
     assert read_prompts(str(tmp_path / "prompts.jsonl"), column, rename) == [prompt]
+
+
+def test_instructions_are_those_of_training(tmp_path: Path) -> None:
+    records = [{"instruction": "Add.", "input": "1 1"}, {"instruction": "Add.", "input": None}, {"prompt": "Add."}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = [as_instruction(prompt) for prompt in read_prompts(str(tmp_path / "prompts.jsonl"), None, {}, True)]
+    assert found == [alpaca_prompt("Add.", "1 1"), alpaca_prompt("Add.", ""), alpaca_prompt("Add.", "")]
 
 
 def test_a_record_without_a_prompt_is_named(tmp_path: Path) -> None:

@@ -77,9 +77,9 @@ def build(family: str, **fields: Any) -> Any:
     return model.eval()
 
 
-def texts(model: Any, prompts: Sequence[list[int]], tokens: int, beams: int = 1) -> list[str]:
+def texts(model: Any, prompts: Sequence[list[int]], tokens: int, beams: int = 1, pad: int = 0) -> list[str]:
     section = GenerationSection(max_new_tokens=tokens, temperature=0, beams=beams)
-    return continuations(model, TOKENIZER, prompts, 0, section)
+    return continuations(model, TOKENIZER, prompts, pad, section)
 
 
 def check_alone(model: nn.Module, tokens: int, beams: int = 1, longest: int = POSITIONS) -> None:
@@ -105,6 +105,21 @@ def test_a_text_that_ends_at_its_last_position_has_nothing_behind_it() -> None:
     model.generation_config.eos_token_id = TOKENIZER.eos_token_id
     check_alone(model, 20)
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("field", ["min_length", "repetition_penalty", "no_repeat_ngram_size"])
+def test_what_looks_at_a_whole_row_does_not_see_padding(field: str) -> None:
+    """The padding token is one that the first prompt's text would have."""
+    model = build("llama")
+    chance = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(1, 250, (length,), generator=chance).tolist() for length in (3, 12, 7, 4, 9)]
+    pad = int(model.generate(torch.tensor(prompts[:1]), max_new_tokens=1, do_sample=False)[0, -1])
+    if field == "min_length":
+        model.generation_config.eos_token_id = list(range(0, 250, 2))
+    setattr(model.generation_config, field, {"min_length": 16, "no_repeat_ngram_size": 1}.get(field, 1.9))
+    alone = [text for prompt in prompts for text in texts(model, [prompt], 8, pad=pad)]
+    assert texts(model, prompts, 8, pad=pad) == alone
+    assert len(set(alone)) > 1
 
 
 @pytest.mark.parametrize("kind", ROPES)

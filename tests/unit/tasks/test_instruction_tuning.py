@@ -21,6 +21,7 @@ from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.chat import ChatFormat
 from drawbar.tasks.messages import Chat
 from drawbar.tasks.pretrained import PretrainedTask
+from drawbar.tasks.record_shapes import alpaca_prompt
 from drawbar.tasks.seq2seq import Seq2Seq
 from drawbar.tasks.task_context import TaskContext
 from drawbar.train.setup import build_task
@@ -74,6 +75,14 @@ def chat(*contents: str, roles: tuple[str, ...] = ("user", "assistant")) -> dict
     return {"messages": [{"role": roles[n % len(roles)], "content": text} for n, text in enumerate(contents)]}
 
 
+@pytest.mark.parametrize("given", [{}, {"input": None}, {"input": ""}, {"input": "1 1"}])
+def test_alpacas_records_have_its_text_with_or_without_an_input(given: dict[str, Any], tokenizer: Any) -> None:
+    task = task_of(tokenizer, {"prompt_column": "instruction", "completion_column": "output"}, 512)
+    (_, prompt), (_, answer) = parts(task, {"instruction": "Add.", "output": "2", **given})
+    assert prompt == END + alpaca_prompt("Add.", given.get("input"))
+    assert answer == f"2{END}"
+
+
 def test_the_completion_and_its_end_are_the_targets(tokenizer: Any) -> None:
     end = tokenizer.eos_token
     found = parts(task_of(tokenizer, PROMPTS), {"prompt": "the load: ", "completion": "an engine"})
@@ -125,6 +134,8 @@ def test_tools_and_a_system_column_are_read_in_training_and_prediction(tokenizer
     assert task.tokenizer.decode(sample["input_ids"]) == read
     task.tokenizer.chat_template = TEMPLATE
     assert task.parts_read(record) == {"messages": True, "tools": False, "system": True, "id": False}
+    said = {**chat("hm", "one?", "1", roles=("system", "user", "assistant")), "system": "be brief", "documents": ["a"]}
+    assert task.parts_read(said) == {"messages": True, "system": False, "documents": False}
 
 
 @pytest.mark.parametrize(
@@ -194,6 +205,7 @@ def test_of_a_long_chat_the_answers_survive_that_fit(tokenizer: Any) -> None:
     (sample,) = first_alone.encode(record, True) or []
     assert sample["truncated"]
     assert [text for target, text in parts(first_alone, record) if target] == ["1;"]
+    assert first_alone.references([record]) == ["1;"]  # which is what it is asked for
     last = task_of(tokenizer, CHATS, sequence_length=len(ids) - 3, answers="last")
     whole = {"messages": record["messages"][:2]}
     found = encode_records([record, whole], lambda one: last.encode(one, True), describe=str)

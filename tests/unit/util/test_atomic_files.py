@@ -93,16 +93,16 @@ def test_all_else_is_refused_and_stays(tmp_path: Path, write: Callable[[Path], o
 
 def test_outputs_are_checked_before_any_work(tmp_path: Path) -> None:
     for path, kind in refused(tmp_path).items():
-        for check in (lambda path: check_output(str(path), overwrite=True), lambda path: check_target(path, "--to")):
+        for check in (lambda path: check_output(str(path), True, set()), lambda path: check_target(path, "--to")):
             with pytest.raises(UserError, match=re.escape(f"{path} is {kind}")):
                 check(path)
     os.mkfifo(tmp_path / "pipe")
-    assert check_output(str(tmp_path / "pipe"), overwrite=False) == tmp_path / "pipe", "nothing there can be lost"
+    assert check_output(str(tmp_path / "pipe"), False, set()) == tmp_path / "pipe", "nothing there can be lost"
     check_target(tmp_path / "pipe", "--to")
     (tmp_path / "mine").touch()
     (tmp_path / "link").symlink_to("mine")
     with pytest.raises(UserError, match="link is there already"):
-        check_output(str(tmp_path / "link"), overwrite=False)
+        check_output(str(tmp_path / "link"), False, set())
 
 
 def test_another_file_of_a_drafts_usual_name_stays(tmp_path: Path) -> None:

@@ -54,19 +54,21 @@ class LoadedConfig:
 def load_config(
     path: str | Path | None,
     overrides: Sequence[str] = (),
-    task: type[TaskConfig] | None = None,
+    task: type[Any] | None = None,
     cluster: str | None = None,
 ) -> LoadedConfig:
     """Read a YAML file, merge ``a.b.c=VALUE`` arguments over it (VALUE is YAML), and check the whole.
 
     Sections merge; a value or a list replaces, and so does another way to say the same (``train.steps`` for
-    ``train.epochs``). Where ``task`` is not given, ``task.type`` names it.
+    ``train.epochs``). ``task`` is a task class of your own, or its ``Config``; where it is not given, ``task.type``
+    names it.
     ``cluster`` names a profile, which the file and the arguments overrule.
 
     Raises:
         UserError: one error with a line for every problem: place, key, what is allowed, the nearest spelling.
     """
-    return check_settings(read_settings(path, overrides, cluster), task)
+    options = task if task is None or issubclass(task, TaskConfig) else task.Config
+    return check_settings(read_settings(path, overrides, cluster), options)
 
 
 def read_settings(path: str | Path | None, overrides: Sequence[str] = (), cluster: str | None = None) -> Settings:
