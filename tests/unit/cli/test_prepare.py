@@ -27,7 +27,7 @@ UNPACKED = """
 import drawbar
 
 class Unpacked(drawbar.CausalLM):
-    targets = None
+    label_placement = None
 """
 
 IMAGES = """

@@ -17,14 +17,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from drawbar import Callback, RunHandle, StepInfo
-from drawbar.distributed.process_group import Distributed
-from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.jobs.run_status import RunState, RunStatus, write_run_status
-from drawbar.runtime.seed import rng_state
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
-from drawbar.train.restore import _restore_generators
 from drawbar.train.run_dir_lock import lock_run_dir
 from harness import run_ranks
 from runs import Fit, fit_in, losses, metrics, scores, weights
@@ -555,11 +551,3 @@ def test_a_run_that_goes_on_does_not_encode_its_data_again(
     assert removed == ["train", "validation"]
     fit("data.rebuild=true", "train.steps=13", fork="new")
     assert removed == ["train", "validation"] * 2
-
-
-def test_a_checkpoint_that_keeps_generators_by_rank_is_put_back() -> None:
-    world = Distributed(RankInfo(), torch.device("cpu"), timeout=60)
-    before = {f"rank-0000/{name}": tensor for name, tensor in rng_state(world.device).items()}
-    expected = torch.rand(3)
-    _restore_generators(before, 0, 5, world)
-    assert torch.equal(torch.rand(3), expected)
