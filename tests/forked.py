@@ -28,6 +28,8 @@ TORCHRUN = ["-m", "torch.distributed.run"]
 DEEPSPEED = ["-m", "deepspeed.launcher.runner"]
 _DEEPSPEED_NODE = ["-m", "deepspeed.launcher.launch"]
 """What ``deepspeed`` starts on each node."""
+_PYTHONPATH = os.environ.get("PYTHONPATH")
+"""What this interpreter has looked for."""
 
 # names of events that nobody reads; torch's own function looks at each of some thousand modules, twice for an event
 dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
@@ -69,7 +71,7 @@ class _Forked(subprocess.Popen[bytes]):
     def _execute_child(self, args: Any, *others: Any) -> None:
         _, _, _, _, _, environment, *_, new_session, _ = others
         assert tuple(args[:2]) == (sys.executable, "-u"), args
-        if "PYTHONPATH" in environment:  # it may hold what only a new interpreter looks for
+        if environment.get("PYTHONPATH") != _PYTHONPATH:  # it may hold what only a new interpreter looks for
             super()._execute_child(args, *others)  # type: ignore[misc]
             return
         self._child_created = True

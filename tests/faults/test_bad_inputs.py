@@ -3,6 +3,7 @@
 import ast
 import fcntl
 import json
+import os
 import re
 import shutil
 import socket
@@ -343,7 +344,7 @@ def test_a_batch_that_cannot_be_split_starts_no_process(
 def leaves_a_sign(folder: Path) -> dict[str, str]:
     """An environment in which every new Python makes the file ``started``."""
     (folder / "sitecustomize.py").write_text(f"open({str(folder / 'started')!r}, 'w')")
-    return {"PYTHONPATH": str(folder)}
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def test_a_metric_that_a_task_of_ones_own_does_not_have(project: Path) -> None:
