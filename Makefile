@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 VERSION_TESTS := tests/unit/models tests/unit/parallel tests/unit/engines tests/unit/runtime tests/unit/optim \
   tests/unit/util/test_versions.py tests/distributed tests/faults/test_resume.py tests/faults/test_signals.py
 
-.PHONY: demo test test-all test-oldest test-newest quick lint bench docs clean
+.PHONY: demo test test-all test-oldest test-newest mutants quick lint bench docs clean
 
 demo: .venv/installed
 	$(BIN)/python examples/python_stdlib/demo.py
@@ -27,6 +27,11 @@ test: lint
 # every case of the lists of which `make test` runs some
 test-all:
 	DRAWBAR_TESTS=all $(MAKE) test
+
+# which planted faults the tests notice: hours; MUTANTS="--only loss" for some of them
+mutants: .venv/installed-dev
+	$(BIN)/python -m compileall -q src
+	$(BIN)/python tests/mutants/run.py --jobs 2 $(MUTANTS)
 
 # the two ends of the versions in pyproject.toml, each in an environment of its own, with the Python that goes with them
 # where there is one (pyenv's are not on the path); torch is a CUDA build there, and runs on CPUs
