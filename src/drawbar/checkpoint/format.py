@@ -41,8 +41,8 @@ from torch import Tensor
 from drawbar.util.strict_json import read_json
 
 WHOLE, PARTS = 1, 2
-"""Numbers of the formats: whole tensors, or parts. Both are written today. A new number is taken when an older drawbar
-could not read what is written."""
+"""Numbers of the formats: whole tensors, or parts. Both are written today. A new number is taken when a drawbar
+from before could not read what is written."""
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"

@@ -1,4 +1,4 @@
-"""A run from before tokenizers wrapped texts themselves goes on with the ids that it was trained with."""
+"""A run goes on with the tokenizer that it has saved."""
 
 from pathlib import Path
 from typing import Any
@@ -18,61 +18,15 @@ from drawbar.tasks.task_registry import task_class
 from drawbar.train.setup import build_task, save_task
 
 PLAIN = train_byte_bpe(["the load and the engine"] * 9, 270, {"mask_token": "<mask>"})
-END = PLAIN.eos_token_id
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]
 BERT = BertTokenizerFast(vocab={piece: number for number, piece in enumerate(PIECES)})
-T5 = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 1, "num_heads": 2}
-
-
-def ids(text: str) -> list[int]:
-    return list(PLAIN(text, add_special_tokens=False)["input_ids"])
-
-
-RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, list[int]]]] = {
-    "causal_lm": ({}, {"text": "the load"}, {"input_ids": [END, *ids("the load"), END]}),
-    "completions": (
-        {"prompt_column": "text", "completion_column": "answer"},
-        {"text": "the load: ", "answer": "an engine"},
-        {"input_ids": [END, *ids("the load: "), *ids("an engine"), END]},
-    ),
-    "sequence_classification": (
-        {"text_pair_column": "other", "labels": ["x", "y"]},
-        {"text": "the load", "other": "and", "label": "x"},
-        {"input_ids": [END, *ids("the load"), END, *ids("and"), END]},
-    ),
-    "token_classification": (
-        {"labels": ["x", "y"]},
-        {"tokens": ["the", "load"], "tags": ["x", "y"]},
-        {"input_ids": [END, *ids("the load"), END]},
-    ),
-    "seq2seq": (
-        {"from_scratch": T5, "target_length": 4},
-        {"source": "the load", "target": "xyzxyz"},
-        {"input_ids": [END, *ids("the load"), END], "labels": [*ids("xyz"), END]},
-    ),
-    "masked_lm": ({}, {"text": "the load"}, {"input_ids": [END, *ids("the load"), END]}),
-}
 
 
 def task_in(run_dir: Path, name: str, **options: Any) -> Task:
-    kind = "causal_lm" if name == "completions" else name
-    model = {"seq2seq": "t5", "masked_lm": "bert"}.get(kind, "llama")
-    task = BUILT_IN_TASKS[kind](type=kind, model=model, **{"from_scratch": {}, **options})
+    task = BUILT_IN_TASKS[name](type=name, model="llama", **{"from_scratch": {}, **options})
     config = RunConfig(task=task, data=DataSection(sequence_length=16))
     with Distributed(RankInfo(), torch.device("cpu"), timeout=60) as world:
-        return build_task(task_class(kind), config, world, run_dir)
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_ids_are_those_of_then(name: str, tmp_path: Path) -> None:
-    options, record, wanted = RECORDS[name]
-    PLAIN.save_pretrained(str(tmp_path / "tokenizer"))
-    task = task_in(tmp_path, name, **options)
-    found = task.encode(record, True)
-    sample = found[0] if isinstance(found, list) else found
-    assert isinstance(sample, dict)
-    assert {field: list(sample[field]) for field in wanted} == wanted
-    assert "token_type_ids" not in sample
+        return build_task(task_class(name), config, world, run_dir)
 
 
 @pytest.mark.parametrize("tokenizer", [PLAIN, BERT], ids=["plain", "bert"])
@@ -85,12 +39,6 @@ def test_a_tokenizer_stays_as_it_is_saved(tokenizer: PreTrainedTokenizerBase, tm
     save_task(task, tmp_path / "run")
     again = task_in(tmp_path / "run", "sequence_classification", **options)
     assert special_tokens_around(again.tokenizer) == special_tokens_around(tokenizer)
-
-
-def test_an_older_tokenizer_that_wraps_texts_stays_as_it_is(tmp_path: Path) -> None:
-    BERT.save_pretrained(str(tmp_path / "tokenizer"))
-    task = task_in(tmp_path, "sequence_classification", labels=["x", "y"])
-    assert special_tokens_around(task.tokenizer) == ([2], [3])
 
 
 def test_a_chat_template_that_is_given_since_goes_with_the_tokenizer(tmp_path: Path) -> None:
