@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 
 
 class SecondRank:
@@ -13,7 +14,8 @@ class SecondRank:
         answers_of_first: what rank 0 shares, one after another.
     """
 
-    rank = 1
+    rank, size, is_rank0 = 1, 2, False
+    rank_info = RankInfo(1, 2, 1, 2)
     lowest_rank_with_same = Distributed.lowest_rank_with_same
     barrier_after = Distributed.barrier_after
 

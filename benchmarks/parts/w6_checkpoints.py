@@ -200,7 +200,7 @@ def _remove(target: Path, world: Any) -> None:
 def bytes_of_loading(folder: str, shape: tuple[int, int], strategy: list[str]) -> dict[str, int]:
     """What this rank reads of a checkpoint, and the size of what it needs."""
     from benchmarks.peers.opened import open_task
-    from drawbar.checkpoint.load import read_on_all_ranks
+    from drawbar.checkpoint.all_ranks import read_on_all_ranks
     from drawbar.engines.results import EngineState
 
     with ExitStack() as stack:

@@ -13,14 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from drawbar.checkpoint.all_ranks import read_on_all_ranks
 from drawbar.checkpoint.directory import CheckpointDirectory
-from drawbar.checkpoint.load import read_on_all_ranks
 from drawbar.checkpoint.writer import AsyncWriter
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EngineState
 from drawbar.train.checkpoint_layouts import CheckpointLayout, PartsLayout, WholeTensorsLayout
-from drawbar.train.shared_disks import Disks
 
 DISK, MEMORY, PARTS, WHOLE = "the disk alone", "a copy in memory alone", "drawbar, parts", "drawbar, whole tensors"
 ALONE = (DISK, MEMORY, PARTS, WHOLE, "torch.save", "safetensors", "torch DCP, async", "Trainer")
@@ -61,10 +60,8 @@ class OfDrawbar:
         return self._finish
 
     def _layout_in(self, directory: CheckpointDirectory) -> CheckpointLayout:
-        disks = Disks(self._world.rank, (0,) * self._world.size)
-        if self._name == "parts":
-            return PartsLayout(directory, self._engine, self._world, disks, copies=1)
-        return WholeTensorsLayout(directory, self._engine, self._world, disks)
+        layout = PartsLayout if self._name == "parts" else WholeTensorsLayout
+        return layout(directory, self._engine, self._world)
 
     def _finish(self) -> None:
         self._writer.wait()

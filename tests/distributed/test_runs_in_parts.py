@@ -20,7 +20,6 @@ from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.train import checkpoint_layouts
 from drawbar.train.checkpoint_layouts import checkpoint_bytes, choose_layout
-from drawbar.train.shared_disks import Disks
 from harness import run_cli, run_ranks
 from runs import fit_in, losses, scores
 from tiny import CPU, tiny_config, tiny_engine
@@ -132,12 +131,8 @@ def layouts_of(largest: int) -> tuple[str, str, str]:
     with Distributed(info, CPU, 60, ParallelDims.of(config.parallel, info.world_size)) as world:
         engine = tiny_engine(config, world)
         assert checkpoint_bytes(engine) > 0
-        shared, apart = Disks(world.rank, (0,) * world.size), Disks(0, (0, 1))
-        return (
-            choose_layout("auto", engine, shared),
-            choose_layout("auto", engine, apart),
-            choose_layout("whole", engine, shared),
-        )
+        asked = (("auto", True), ("auto", False), ("whole", True))
+        return tuple(choose_layout(setting, engine, shares_disk) for setting, shares_disk in asked)
 
 
 def test_auto_writes_in_parts_what_is_large() -> None:

@@ -1,7 +1,6 @@
 """``checkpoint.on_error: warn``: a save that fails for a fault of a disk, on whichever rank, is one warning, and the
 run goes on; only the save at the end of the run must succeed."""
 
-import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,17 +28,10 @@ class Case:
 
     settings: tuple[str, ...]
     rank: int
-    own_disks: bool = False
-
-    def runs(self, folder: Path) -> list[Path]:
-        """The run directory on each disk."""
-        disks = [folder / "node-0", folder / "node-1"] if self.own_disks else [folder]
-        return [disk / "runs" / "tiny" for disk in disks]
 
 
 CASES = {
     "whole": Case(("parallel.strategy=ddp", "checkpoint.layout=whole"), 0),
-    "own disks": Case(("parallel.strategy=ddp",), 1, own_disks=True),
     "parts": Case(("parallel.strategy=fsdp", "checkpoint.layout=parts"), 1),
     "deepspeed": Case(("parallel.strategy=deepspeed", "parallel.zero_stage=2", "checkpoint.layout=parts"), 1),
 }
@@ -73,37 +65,19 @@ def limit(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def project_of(folder: str, case: Case) -> Path:
-    """That of this rank, which has a node of its own where the disks are."""
-    rank = RankInfo.from_environment().rank
-    os.environ["DRAWBAR_NODE"] = f"n{rank if case.own_disks else 0}"
-    return Path(folder) / f"node-{rank}" if case.own_disks else Path(folder)
-
-
 def fit_with_a_fault(folder: str, case: Case, begin: int, failing: int | None) -> tuple[ExitCode, str, int | None]:
     """How the run ends, and its best step."""
     is_limited = RankInfo.from_environment().rank == case.rank
     try:
         callbacks = [LimitedDisk(begin, failing)] if is_limited else []
-        outcome = fit_in(project_of(folder, case), *SETTINGS, *case.settings, callbacks=callbacks)
+        outcome = fit_in(Path(folder), *SETTINGS, *case.settings, callbacks=callbacks)
         return outcome.exit_code, "", outcome.progress.best_step
     except UserError as error:
         return error.exit_code, error.what, None
 
 
 def fit(folder: str, case: Case) -> ExitCode:
-    return fit_in(project_of(folder, case), *SETTINGS, *case.settings).exit_code
-
-
-def environment(case: Case) -> dict[str, str]:
-    return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if case.own_disks else {}
-
-
-def make_projects(folder: Path, case: Case) -> None:
-    for run in case.runs(folder):
-        project = run.parent.parent
-        project.mkdir(exist_ok=True)
-        make_project(project)
+    return fit_in(Path(folder), *SETTINGS, *case.settings).exit_code
 
 
 def half_written(run: Path) -> list[str]:
@@ -113,30 +87,27 @@ def half_written(run: Path) -> list[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_save_that_fails_is_left_out(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    make_projects(tmp_path, case)
-    ended = run_ranks(fit_with_a_fault, 2, str(tmp_path), case, 3, 4, env=environment(case))
+    run = make_project(tmp_path) / "runs" / "tiny"
+    ended = run_ranks(fit_with_a_fault, 2, str(tmp_path), case, 3, 4)
     assert ended == [(ExitCode.DONE, "", 8)] * 2  # the largest loss is that of step 4, whose checkpoint is left out
-    runs = case.runs(tmp_path)
-    steps = [CheckpointDirectory(run / "checkpoints").steps() for run in runs]
-    assert steps == ([[4, 8, 12], [8, 12]] if case.own_disks else [[8, 12]])
-    assert not [path for run in runs for path in half_written(run)]
-    warnings = [event.text for event in read_history(runs[0]).events if event.kind == "warning"]
+    assert CheckpointDirectory(run / "checkpoints").steps() == [8, 12]
+    assert not half_written(run)
+    warnings = [event.text for event in read_history(run).events if event.kind == "warning"]
     [warning] = [text for text in warnings if FAILED.format(4) in text]
     assert "could not be written: File too large" in warning
-    assert metrics(runs[0])[-2]["train/failed_saves"] == 1  # the last line is of scores
+    assert metrics(run)[-2]["train/failed_saves"] == 1  # the last line is of scores
 
 
 @pytest.mark.parametrize("name", ["whole", "parts"])
 def test_the_last_save_must_succeed(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    make_projects(tmp_path, case)
+    run = make_project(tmp_path) / "runs" / "tiny"
     ended = run_ranks(fit_with_a_fault, 2, str(tmp_path), case, 4, None)
     assert ended[0] == ended[1]
     code, message, _ = ended[0]
     assert code is ExitCode.FAILED
     assert "could not be written: File too large" in message
     assert "The newest complete checkpoint, step-00000004, is intact" in message
-    [run] = case.runs(tmp_path)
     assert not half_written(run)
     log = (run / "logs" / "rank-0000.log").read_text()
     assert log.count(FAILED.format(8)) == 1

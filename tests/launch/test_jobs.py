@@ -46,7 +46,7 @@ def record(number: str, run_dir: Path, **values: object) -> JobRecord:
     known = {"number": number, "time": 1000.0, "run": run_dir.name, "run_dir": str(run_dir)}
     known |= {"workdir": str(run_dir.parent.parent)}
     known |= {"log": str(folder / f"slurm-{number}.log"), "script": str(folder / f"job-{number.split('_')[0]}.sh")}
-    return JobRecord(**{**known, "nodes": 1, "processes": 2, "arguments": (), **values})  # type: ignore[arg-type]
+    return JobRecord(**{**known, "nodes": 1, "processes": 2, "arguments": (), "launcher": "slurm", **values})  # type: ignore[arg-type]
 
 
 def end(job: JobRecord, code: int, when: float = 2000.0, restarts: int = 0) -> None:
@@ -223,7 +223,7 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     for name in ("step-00000002", "step-00000004.tmp"):
         (checkpoints / name).mkdir(parents=True)
-    (checkpoints / "best.json").write_text('{"step": 2, "metric": "loss", "score": 3.0}')
+    (checkpoints / "best.json").write_text(BestScore(step=2, metric="loss", score=3.0).to_json())
     found = read_progress(tmp_path)
     assert (found.step_of_total, found.checkpoint, found.written) == ("2/12", 2, 1031.0)
     assert found.loss != found.loss  # not a number

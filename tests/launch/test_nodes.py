@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -127,15 +126,6 @@ def test_nothing_on_a_node_imports_torch() -> None:
     script = f"import sys, {modules}; print({{'torch', 'pydantic'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
-
-
-@pytest.mark.parametrize(
-    ("old", "name"),
-    [("head", "first_node"), ("node.__main__", "each_node"), ("restarts", "restart"), ("replace", "requeue")],
-)
-def test_scripts_of_older_jobs_find_their_programs(old: str, name: str) -> None:
-    program = import_module(f"drawbar.launch.node.entry.{name}")
-    assert import_module(f"drawbar.launch.{old}").main is program.main
 
 
 def test_restarts_without_a_new_checkpoint_are_counted(tmp_path: Path) -> None:

@@ -33,7 +33,9 @@ def make_run(folder: Path, state: RunState | None, written: float, loss: float |
 
 def submit(folder: Path) -> JobRecord:
     place = {name: str(folder / name) for name in ("workdir", "log", "script")}
-    job = JobRecord("7", time.time(), folder.name, str(folder), **place, nodes=1, processes=2, arguments=())
+    job = JobRecord(
+        "7", time.time(), folder.name, str(folder), **place, nodes=1, processes=2, arguments=(), launcher="slurm"
+    )
     append_records([job])
     return job
 
@@ -97,7 +99,16 @@ def test_every_state_newest_first(tmp_path: Path) -> None:
 def test_the_folder_of_a_sweep_is_no_run(tmp_path: Path) -> None:
     place = {name: str(tmp_path / "sweep" / "launch" / name) for name in ("workdir", "log", "script")}
     element = JobRecord(
-        "7_0", 1.0, "lr-1", str(tmp_path / "lr-1"), **place, nodes=1, processes=1, arguments=(), sweep="sweep"
+        "7_0",
+        1.0,
+        "lr-1",
+        str(tmp_path / "lr-1"),
+        **place,
+        nodes=1,
+        processes=1,
+        arguments=(),
+        launcher="slurm",
+        sweep="sweep",
     )
     append_records([element])
     assert states(tmp_path) == {"lr-1": "submitted"}

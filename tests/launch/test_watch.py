@@ -195,7 +195,7 @@ def test_a_sweep_is_no_run(tmp_path: Path) -> None:
     jobs = [
         JobRecord(
             f"9_{index}", 1.0, f"lr-{index}", str(tmp_path / f"lr-{index}"), **place,
-            nodes=1, processes=1, arguments=(), sweep="sweep",
+            nodes=1, processes=1, arguments=(), launcher="slurm", sweep="sweep",
         )
         for index in range(2)
     ]  # fmt: skip

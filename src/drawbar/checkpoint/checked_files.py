@@ -21,7 +21,6 @@ from drawbar.checkpoint.format import (
     Damaged,
     FileEntry,
     Manifest,
-    PartsElsewhere,
     file_entry,
 )
 from drawbar.util.atomic_files import retried
@@ -33,37 +32,13 @@ def check_sizes(folder: Path) -> Manifest:
     """Check that every file of a checkpoint is there in the right size, and return the manifest.
 
     Raises:
-        Unusable: it is damaged, of another format, or has parts on other nodes' disks only (``PartsElsewhere``).
+        Unusable: it is damaged, or of another format.
         OSError: the disk cannot be read.
     """
-    manifest, elsewhere = check_local_files(folder)
-    if elsewhere:
-        parts = [name for name in elsewhere if not name.endswith(CHECKSUMS_SUFFIX)]
-        more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
-        raise PartsElsewhere(f"parts of it are on other nodes' disks: {', '.join(parts[:3])}{more}")
-    return manifest
-
-
-def check_local_files(folder: Path) -> tuple[Manifest, list[str]]:
-    """Check that every file of a checkpoint that belongs on this disk is there in the right size. Return the manifest,
-    and the names of the files that are on other nodes' disks. Raises as ``check_sizes`` does, except PartsElsewhere."""
     manifest = read_manifest(folder)
-    elsewhere = files_elsewhere(folder, manifest)
     for name, size in manifest.sizes().items():
-        if name not in elsewhere:
-            check_size(folder, name, size)
-    return manifest, elsewhere
-
-
-def files_elsewhere(folder: Path, manifest: Manifest) -> list[str]:
-    """The files that this disk lacks because they belong on other disks. No file says which entry of
-    ``Manifest.disks`` this disk is: the entry with the fewest missing part files is assumed."""
-    if manifest.disks is None:
-        return []
-    parts = manifest.parts or {}
-    missing = {name for name in parts if not os.path.lexists(folder / name)}
-    others = max((missing - set(names) for names in manifest.disks), key=len, default=set())
-    return [file for name in sorted(others) for file in (name, name + CHECKSUMS_SUFFIX)]
+        check_size(folder, name, size)
+    return manifest
 
 
 def read_manifest(folder: Path) -> Manifest:

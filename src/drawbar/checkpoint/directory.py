@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drawbar.checkpoint.checked_files import check_local_files, check_sizes
+from drawbar.checkpoint.checked_files import check_sizes
 from drawbar.checkpoint.folder_moves import TMP, delete, remove, rename_to_replaced, with_suffix
 from drawbar.checkpoint.format import REPLACED, Damaged, OtherFormat, Snapshot, Unusable, step_name
 from drawbar.checkpoint.load import (
@@ -49,20 +49,18 @@ class NewestUsable:
 
 
 class CheckpointDirectory:
-    """The checkpoints of one run. One process of each disk begins, finishes and deletes them (of a checkpoint in parts,
-    every rank writes its own part); any number may read."""
+    """The checkpoints of one run. One process begins, finishes and deletes them (of a checkpoint in parts, every rank
+    writes its own part); any number may read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints, ascending, for which this disk has every file that belongs on it. A cheap check:
-        files and sizes, no checksums."""
-        with explain_read_errors(self.path):
-            return list(complete_checkpoints(self.path, on_several_disks=True))
+        """Steps of the complete checkpoints, ascending. A cheap check: files and sizes, no checksums."""
+        return list(self._complete())
 
-    def _complete_here(self) -> dict[int, Path]:
-        """Step → folder of checkpoints that are whole on this disk; ``steps`` also has those with parts elsewhere."""
+    def _complete(self) -> dict[int, Path]:
+        """Step → folder of the complete checkpoints."""
         with explain_read_errors(self.path):
             return complete_checkpoints(self.path)
 
@@ -101,7 +99,7 @@ class CheckpointDirectory:
     def verified_folder(self, step: int) -> Path | None:
         """The verified checkpoint of a step; None if there is no complete one, or, with a warning, if verification
         fails."""
-        folder = self._complete_here().get(step)
+        folder = self._complete().get(step)
         try:
             if folder is not None:
                 verify_except_parts(folder)
@@ -145,7 +143,7 @@ class CheckpointDirectory:
         record = self.best_record()
         if record is None:
             return None
-        folder = self._complete_here().get(record.step, self.path / step_name(record.step))
+        folder = self._complete().get(record.step, self.path / step_name(record.step))
         if not folder.exists():
             logger.warning("%s names step %d, whose checkpoint is gone", self.path / BEST_FILE, record.step)
             return None
@@ -154,10 +152,10 @@ class CheckpointDirectory:
         return folder
 
     def set_best(self, step: int, metric: str, score: float) -> None:
-        """Record which checkpoint is the best one. Raises ValueError for a step of which this disk has
-        none, or not every file that belongs on it."""
+        """Record which checkpoint is the best one. Raises ValueError for a step without a complete
+        one."""
         if step not in self.steps():
-            raise ValueError(f"{self.path} has no checkpoint of step {step}, or not all its files")
+            raise ValueError(f"{self.path} has no complete checkpoint of step {step}")
         with self.explain_write_errors(BEST_FILE):
             best = BestScore(step=step, metric=metric, score=score)
             write_durably(self.path / BEST_FILE, best.to_json())
@@ -168,7 +166,7 @@ class CheckpointDirectory:
         Raises:
             UserError: there is none; the message names those that there are.
         """
-        complete = self._complete_here()
+        complete = self._complete()
         if which == "latest":
             found = self.latest()
         elif which == "best":
@@ -263,7 +261,7 @@ class CheckpointDirectory:
         number = next((step for step, folder in folders if folder.name == checkpoint.name), 0)
         older: dict[int, Path] = {}
         for step, folder in folders:
-            if step < number and step not in older and _has_own_files(folder, unknown=True):
+            if step < number and step not in older and _is_complete(folder, unknown=True):
                 older[step] = folder
         return list(older.values())
 
@@ -292,7 +290,7 @@ class CheckpointDirectory:
     def rotate(self, keep: int, protect: set[int]) -> None:
         """Delete all checkpoints that ``steps`` has, but the ``keep`` (at least 1) newest and the protected steps."""
         try:
-            complete = complete_checkpoints(self.path, on_several_disks=True)
+            complete = complete_checkpoints(self.path)
         except OSError as error:
             logger.warning("old checkpoints stay, as %s cannot be read: %s", self.path, error.strerror)
             return
@@ -326,15 +324,12 @@ class CheckpointDirectory:
         if not final.exists():
             with self.explain_write_errors(replaced.name, done="renamed back"):
                 replaced.rename(final)
-        elif _has_own_files(final, unknown=False):
+        elif _is_complete(final, unknown=False):
             delete(replaced)
 
     def describe_newest(self) -> str:
         """A sentence on the checkpoint that the run can resume from, for the error of a failed save."""
         try:
-            steps, complete = self.steps(), self._complete_here()
-            if steps and steps[-1] not in complete:
-                return f"What this disk has of {step_name(steps[-1])} is there: the same command resumes from it."
             newest = self.latest()
         except UserError as error:
             return f"What was saved before is untouched, but {error.what}."
@@ -359,10 +354,10 @@ class CheckpointDirectory:
             ) from error
 
 
-def _has_own_files(folder: Path, unknown: bool) -> bool:
-    """Whether this disk has all that belongs on it; returns ``unknown`` where it cannot be read at the moment."""
+def _is_complete(folder: Path, unknown: bool) -> bool:
+    """Whether a checkpoint has all its files; returns ``unknown`` where it cannot be read at the moment."""
     try:
-        check_local_files(folder)
+        check_sizes(folder)
     except Unusable:
         return False
     except OSError:

@@ -20,9 +20,6 @@ In format 2 each rank has written its own part of the tensors. In place of the f
 ``tensors.json``                 which box of which tensor is in which file: ``tensor_index``
 ===============================  ===============================================================================
 
-Where nodes share no disk, each disk has some of the part files, and all of the other files; the manifest, the same on
-all disks, says which disk has which (``Manifest.disks``). The folders of a step on several disks fit together.
-
 Nothing here needs an unpickler: safetensors and JSON hold numbers, text and lists, never code.
 """
 
@@ -97,10 +94,6 @@ class Damaged(Unusable):
     """A file does not match its checksum, is missing, or cannot be parsed."""
 
 
-class PartsElsewhere(Unusable):
-    """Some part files are on other nodes' disks, where they belong; those that belong here have the right size."""
-
-
 class OtherFormat(Unusable):
     """Written by another version of drawbar, in a format that this one does not read."""
 
@@ -127,19 +120,11 @@ class Manifest(BaseModel):
     files: dict[str, FileEntry]
     parts: dict[str, int] | None = None
     """Format 2: the size of each part file in bytes. Its content is verified block by block, when it is read."""
-    disks: list[list[str]] | None = None
-    """Format 2, where nodes shared no disk: the part files on each of the disks. None: all files are in one folder."""
 
     @classmethod
-    def of(
-        cls,
-        step: int,
-        files: dict[str, FileEntry],
-        parts: dict[str, int] | None = None,
-        disks: list[list[str]] | None = None,
-    ) -> "Manifest":
+    def of(cls, step: int, files: dict[str, FileEntry], parts: dict[str, int] | None = None) -> "Manifest":
         number = WHOLE if parts is None else PARTS
-        return cls(format=number, drawbar=version("drawbar"), step=step, files=files, parts=parts, disks=disks)
+        return cls(format=number, drawbar=version("drawbar"), step=step, files=files, parts=parts)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file of the checkpoint but the manifest."""
@@ -183,8 +168,6 @@ class Manifest(BaseModel):
         for name in parts:
             if not PART_NAME.fullmatch(name) or name + CHECKSUMS_SUFFIX not in self.files:
                 raise Damaged(f"{MANIFEST_FILE} names {name!r}, which cannot be a part of a checkpoint")
-        if self.disks is not None and set().union(*self.disks) != parts.keys():
-            raise Damaged(f"{MANIFEST_FILE} does not say of every part on which disk it is")
 
 
 def _checksum(fields: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 
 from drawbar.checkpoint.checked_files import (
     check_content,
-    check_local_files,
     check_size,
-    files_elsewhere,
+    check_sizes,
     open_file,
     read_checked,
     read_manifest,
@@ -42,8 +40,6 @@ class CheckpointSummary:
     """When it was written, in seconds since 1970; None for a copy of which its object store does not say."""
     problem: str | None
     """Why it cannot be used, judged by its manifest and the sizes of its files."""
-    elsewhere: int
-    """Number of its part files that are on other nodes' disks."""
 
 
 def summaries(directory: CheckpointDirectory) -> list[CheckpointSummary]:
@@ -61,10 +57,10 @@ def summaries(directory: CheckpointDirectory) -> list[CheckpointSummary]:
 
 
 def _summary(folder: Path, step: int) -> CheckpointSummary:
-    manifest, problem, elsewhere = None, None, list[str]()
+    manifest, problem = None, None
     try:
         manifest = read_manifest(folder)
-        _, elsewhere = check_local_files(folder)
+        check_sizes(folder)
     except Unusable as reason:
         problem = str(reason)
     with os.scandir(folder) as entries:
@@ -77,7 +73,6 @@ def _summary(folder: Path, step: int) -> CheckpointSummary:
         size=sum(stat.st_size for stat in stats),
         saved_at=max((stat.st_mtime for stat in stats), default=folder.stat().st_mtime),
         problem=problem,
-        elsewhere=len(elsewhere) // 2,
     )
 
 
@@ -102,7 +97,7 @@ def unlisted_files(folder: Path) -> list[str]:
 
 
 def problems(folder: Path) -> list[str]:
-    """The messages on all that is wrong with a checkpoint. Reads every byte of it that is on this disk.
+    """The messages on all that is wrong with a checkpoint. Reads every byte of it.
 
     Raises:
         OSError: the disk cannot be read.
@@ -111,9 +106,8 @@ def problems(folder: Path) -> list[str]:
         manifest = read_manifest(folder)
     except Unusable as reason:
         return [str(reason)]
-    elsewhere = files_elsewhere(folder, manifest)
-    found = [str(reason) for reason in damaged_files(folder, manifest, elsewhere).values()]
-    if not found and not elsewhere:
+    found = [str(reason) for reason in damaged_files(folder, manifest).values()]
+    if not found:
         try:
             open_snapshot_folder(folder)
             if manifest.format == PARTS:
@@ -123,19 +117,14 @@ def problems(folder: Path) -> list[str]:
     return found
 
 
-def damaged_files(folder: Path, manifest: Manifest, except_for: Container[str] = ()) -> dict[str, Damaged]:
+def damaged_files(folder: Path, manifest: Manifest) -> dict[str, Damaged]:
     """The files that are missing, or are not as they were written, with the reason. Reads every byte.
-
-    Args:
-        except_for: files to leave out.
 
     Raises:
         OSError: the disk cannot be read.
     """
     found = {}
     for name, size in sorted(manifest.sizes().items()):
-        if name in except_for:
-            continue
         try:
             check_size(folder, name, size)
             if name in manifest.files:

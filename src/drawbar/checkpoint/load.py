@@ -1,9 +1,8 @@
 """Find checkpoints, check them against their manifests, and read them."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,9 +10,7 @@ from torch import Tensor
 
 from drawbar.checkpoint.checked_files import (
     check_content,
-    check_local_files,
     check_sizes,
-    damaged_if_missing,
     read_checked,
 )
 from drawbar.checkpoint.format import (
@@ -25,17 +22,15 @@ from drawbar.checkpoint.format import (
     STEP_NAME,
     Damaged,
     Manifest,
-    PartsElsewhere,
     Snapshot,
     Unusable,
     decode_state,
     step_name,
 )
 from drawbar.checkpoint.part_files import PartFiles
-from drawbar.distributed.process_group import Distributed
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.safetensors_reader import TensorFiles
-from drawbar.util.atomic_files import identity, retried
+from drawbar.util.atomic_files import retried
 from drawbar.util.strict_json import read_json
 
 T = TypeVar("T")
@@ -46,54 +41,6 @@ def read(path: Path) -> Snapshot:
     with explain_unusable(path):
         verify_except_parts(path)
     return open_snapshot(path)
-
-
-def read_on_all_ranks(path: Path, world: Distributed) -> Snapshot:
-    """Like ``read``, on every rank; one of the ranks that see the same files verifies them.
-
-    Raises:
-        Unusable: a rank finds it damaged, or of another format; on every rank.
-        UserError: the disk cannot be read on some rank; on every rank.
-    """
-    activity = f"reading {path}"
-    files = run_on_all_ranks(path, world, activity, lambda: _identities(path))
-    is_leader = world.lowest_rank_with_same(files) == world.rank
-
-    def check_and_open() -> Snapshot:
-        if is_leader:
-            verify_except_parts(path)
-        return open_snapshot_folder(path)
-
-    return run_on_all_ranks(path, world, activity, check_and_open)
-
-
-def _identities(path: Path) -> list[tuple[int, int, int, int]]:
-    return [damaged_if_missing(name, partial(identity, path / name)) for name in check_sizes(path).files]
-
-
-def run_on_all_ranks(path: Path, world: Distributed, activity: str, work: Callable[[], T]) -> T:
-    """Call ``work`` on every rank, and raise on all of them if it fails on any. Collective. ``work`` must call none of
-    the collectives of ``world``, as it runs inside ``world.working``; where it calls those of another group, and fails
-    on a rank before them, the others wait for that group's timeout.
-
-    Args:
-        path: of the checkpoint or folder that it reads.
-
-    Raises:
-        Unusable, UserError: on every rank, where ``work`` has raised one on any. An OSError becomes a UserError that
-            says what could not be read (a ``work`` that writes must explain its own errors).
-    """
-    failure: Unusable | UserError | None = None
-    with world.working(activity):
-        try:
-            with explain_read_errors(path):
-                result = work()
-        except (Unusable, UserError) as error:
-            failure = error
-    failures = [found for found in world.all_gather(failure) if found is not None]
-    if failures:  # that a disk cannot be read counts first: it says nothing about the checkpoint
-        raise next((found for found in failures if isinstance(found, UserError)), failures[0])
-    return result
 
 
 def open_snapshot(path: Path) -> Snapshot:
@@ -189,11 +136,6 @@ def unusable_error(path: Path, reason: Unusable) -> UserError:
         what = f"there is no checkpoint {path}"
     else:
         what = f"the checkpoint {path.absolute().name} cannot be used: {reason}"
-    if isinstance(reason, PartsElsewhere):
-        remedy = (
-            "copy the files of that folder from the other nodes into it, or give the command that trains the run again"
-        )
-        return UserError(what, where=str(path), remedy=f"{remedy}: that puts the newest one together on every disk")
     others = [folder.name for folder in complete_checkpoints(path.parent).values() if folder != path]
     if others:
         remedy = f"use another checkpoint of {path.parent}: {', '.join(others)}"
@@ -239,13 +181,10 @@ def folders_in(directory: Path) -> set[str]:
         return set()
 
 
-def complete_checkpoints(directory: Path, on_several_disks: bool = False) -> dict[int, Path]:
+def complete_checkpoints(directory: Path) -> dict[int, Path]:
     """Step → folder, ascending, of the checkpoints that have all their files in the right size.
 
     Only their manifests are read. A checkpoint that cannot be read at the moment is left out.
-
-    Args:
-        on_several_disks: include those of which some parts are on other nodes' disks.
 
     Raises:
         OSError: nobody can tell what is there.
@@ -253,10 +192,8 @@ def complete_checkpoints(directory: Path, on_several_disks: bool = False) -> dic
     found: dict[int, Path] = {}
     for step, folder in step_folders(directory):
         try:
-            _, elsewhere = check_local_files(folder)
+            check_sizes(folder)
         except (Unusable, OSError):
-            continue
-        if elsewhere and not on_several_disks:
             continue
         found.setdefault(step, folder)
     return dict(reversed(found.items()))

@@ -7,10 +7,8 @@ that writes all parts, such as ``drawbar convert``, makes these::
     records = [write_part(folder, number, ...) for number in range(parts)]
     commit_parts(directory, step, records, ...)       # on failure, directory.discard
 
-The ranks of a run make the same steps in phases (``train.checkpoint_layouts.PartsLayout``): one rank for each disk
-makes the folder there (``CheckpointDirectory.begin_write``), every rank writes its part, and rank 0 calls
-``write_common_files``. Where nodes share no disk, these files are copied to all other disks, and the parts to as many
-as ``PartPlacement.copies`` says. Then the folder is renamed on every disk (``CheckpointDirectory.finish_write``).
+The ranks of a run make the same steps in phases (``train.checkpoint_layouts.PartsLayout``): rank 0 makes the folder,
+every rank writes its part, and rank 0 calls ``commit_parts``.
 """
 
 import errno
@@ -25,20 +23,16 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import (
     CHECKSUMS_SUFFIX,
     INDEX_FILE,
-    MANIFEST_FILE,
     RNG_FILE,
     STATE_FILE,
     FileEntry,
     encode_state,
     step_name,
 )
-from drawbar.checkpoint.part_placement import PartPlacement
 from drawbar.checkpoint.part_record import PartRecord
 from drawbar.checkpoint.save import save_tensors, write_manifest
 from drawbar.checkpoint.tensor_index import TensorIndex
 
-COMMON_FILES = (STATE_FILE, INDEX_FILE, RNG_FILE, MANIFEST_FILE)
-"""The files beside the parts; they are on every disk."""
 _VISIBLE_WITHIN_SECONDS = 60.0
 """Seconds within which a file written by another node must become visible: network file systems cache folder listings
 for up to a minute (``acdirmax``)."""
@@ -81,24 +75,13 @@ def write_common_files(
     records: Iterable[PartRecord],
     state: dict[str, Any],
     rng: Mapping[str, Tensor],
-    placement: PartPlacement | None = None,
 ) -> None:
     """Write index, state, RNG states and manifest into the folder of the parts.
-
-    Args:
-        placement: which disk gets which parts, where nodes share no disk. ``folder`` is then on the first disk, and
-            has the parts of this disk's own ranks: the parts are not copied to other disks yet.
 
     Raises:
         OSError: the disk is full, a quota or limit is reached, or the folder is not writable.
         ValueError: the parts do not cover all tensors.
     """
-    disks = None
-    written_here = None
-    if placement is not None:
-        records = list(records)
-        disks = placement.names_by_disk(records)
-        written_here = {file.name for record in records if record.rank in placement.ranks[0] for file in record.files}
     parts: dict[str, int] = {}
     files: dict[str, FileEntry] = {}
 
@@ -110,18 +93,11 @@ def write_common_files(
             yield record
 
     index = TensorIndex.merge(listed())
-    sizes = parts | {name: entry.size for name, entry in files.items()}
-    here = sizes if written_here is None else with_checksums(written_here)
-    wait_until_visible(folder, {name: sizes[name] for name in here})
+    wait_until_visible(folder, parts | {name: entry.size for name, entry in files.items()})
     (folder / STATE_FILE).write_bytes(encode_state(state))
     (folder / INDEX_FILE).write_bytes(index.to_json())
     save_tensors(folder / RNG_FILE, rng)
-    write_manifest(folder, step, [STATE_FILE, INDEX_FILE, RNG_FILE], files, parts, disks)
-
-
-def with_checksums(parts: Iterable[str]) -> list[str]:
-    """The names of part files, and of the files with their checksums."""
-    return [file for name in sorted(parts) for file in (name, name + CHECKSUMS_SUFFIX)]
+    write_manifest(folder, step, [STATE_FILE, INDEX_FILE, RNG_FILE], files, parts)
 
 
 def wait_until_visible(folder: Path, sizes: Mapping[str, int]) -> None:

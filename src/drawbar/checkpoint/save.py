@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from drawbar.checkpoint.checked_files import files_elsewhere
 from drawbar.checkpoint.format import (
     MANIFEST_FILE,
     MODEL_FILE,
@@ -106,15 +105,13 @@ def write_manifest(
     names: Iterable[str],
     known: Mapping[str, FileEntry] = MappingProxyType({}),
     parts: Mapping[str, int] | None = None,
-    disks: list[list[str]] | None = None,
 ) -> None:
     """Fsync the files of a checkpoint, then write its manifest, which makes it complete.
 
     Args:
         names: files that were just written.
-        known: entries of files that were written before, here or on another node's disk.
+        known: entries of files that were written before.
         parts: size of each part file, for a checkpoint of format 2.
-        disks: the part files on each disk, where nodes share none.
 
     Raises:
         OSError: as ``write_files`` does.
@@ -123,15 +120,14 @@ def write_manifest(
     for name in names:
         sync(folder / name)
         files[name] = file_entry(folder / name)
-    manifest = Manifest.of(step, files, None if parts is None else dict(parts), disks)
+    manifest = Manifest.of(step, files, None if parts is None else dict(parts))
     (folder / MANIFEST_FILE).write_bytes(manifest.to_json())
     sync(folder / MANIFEST_FILE)
     sync(folder)
 
 
 def write_with_changed_state(folder: Path, old: Path, changes: dict[str, Any]) -> None:
-    """Write a copy of the checkpoint ``old`` with some entries of its state changed. Tensor files are hard links; those
-    on other nodes' disks stay there.
+    """Write a copy of the checkpoint ``old`` with some entries of its state changed. Tensor files are hard links.
 
     Raises:
         OSError: as ``write_files`` does.
@@ -139,11 +135,11 @@ def write_with_changed_state(folder: Path, old: Path, changes: dict[str, Any]) -
     manifest = Manifest.from_json((old / MANIFEST_FILE).read_bytes())
     state = decode_state((old / STATE_FILE).read_bytes()) | changes
     folder.mkdir()
-    for name in manifest.sizes().keys() - {STATE_FILE, *files_elsewhere(old, manifest)}:
+    for name in manifest.sizes().keys() - {STATE_FILE}:
         link_or_copy(old / name, folder / name)
     (folder / STATE_FILE).write_bytes(encode_state(state))
     linked = {name: entry for name, entry in manifest.files.items() if name != STATE_FILE}
-    write_manifest(folder, manifest.step, [STATE_FILE], linked, manifest.parts, manifest.disks)
+    write_manifest(folder, manifest.step, [STATE_FILE], linked, manifest.parts)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -78,11 +78,7 @@ def _row(summary: CheckpointSummary, best: int | None) -> list[str]:
 def _state(summary: CheckpointSummary) -> str:
     if summary.problem is not None:
         return f"damaged: {summary.problem}"
-    return f"{_count(summary.elsewhere)} on other nodes' disks" if summary.elsewhere else "complete"
-
-
-def _count(elsewhere: int) -> str:
-    return f"{elsewhere} part file{'s' * (elsewhere > 1)}"
+    return "complete"
 
 
 def verify_checkpoints(run: Path, step: int | None) -> int:
@@ -107,8 +103,6 @@ def verify_checkpoints(run: Path, step: int | None) -> int:
             continue  # the run has deleted it meanwhile
         damaged += bool(wrong)
         print(f"{summary.folder.name}: {'damaged' if wrong else 'every byte is as it was written'}")
-        if summary.elsewhere:
-            wrong = [*wrong, f"on other nodes' disks, to be verified there: {_count(summary.elsewhere)}"]
         for line in [*wrong, *(f"{name} is not part of it" for name in foreign)]:
             print(f"  {line}")
         sys.stdout.flush()

@@ -62,7 +62,6 @@ def _summary(remote: RemoteCheckpoints, step: int, objects: Objects) -> Checkpoi
         size=sum(objects.values()),
         saved_at=remote.saved_at(step, objects),
         problem=problem,
-        elsewhere=0,
     )
 
 

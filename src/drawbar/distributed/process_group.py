@@ -306,28 +306,12 @@ class Distributed:
         that rank needs to check them."""
         return self.all_gather(view).index(view)
 
-    def gather_dict(self, tensors: dict[str, torch.Tensor], targets: Sequence[int] = (0,)) -> dict[str, torch.Tensor]:
-        """Gather every process's host tensors on the ranks ``targets``, which must include rank 0; an empty dict on
-        others. Rank 0 receives from one rank after another, and sends all of it to the other targets.
-
-        If several processes have a tensor of the same name, that of the lowest rank counts.
+    def gather_dict(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Gather every process's host tensors on rank 0; an empty dict on others. Rank 0 receives from one rank after
+        another. If several processes have a tensor of the same name, that of the lowest rank counts.
         """
         if self.size == 1:
             return tensors
-        found = self._collect(tensors)
-        others = [rank for rank in targets if rank != 0]
-        if not others:
-            return found
-        listed = self.from_rank0(lambda: _listed(found), "listing the tensors")
-        for target in others:
-            if self.is_rank0:
-                self._send(found, listed, target)
-            elif self.rank == target:
-                found = self._receive(listed, 0)
-            self.barrier(f"sending rank {target} the tensors of all")  # the others wait here: recv has a deadline
-        return found
-
-    def _collect(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         listed = self.gather(_listed(tensors))
         wanted: list[list[_Item]] = []
         seen: set[str] = set()
@@ -341,7 +325,7 @@ class Distributed:
                 found |= self._receive(wanted[rank], rank)
             elif self.rank == rank:
                 self._send(tensors, wanted[rank], 0)
-            self.barrier(f"sending rank 0 the tensors of rank {rank}")
+            self.barrier(f"sending rank 0 the tensors of rank {rank}")  # the others wait here: recv has a deadline
         return found
 
     def _send(self, tensors: dict[str, torch.Tensor], items: list[_Item], target: int) -> None:
@@ -356,28 +340,6 @@ class Distributed:
             found[name] = torch.empty(shape, dtype=dtype)
             dist.recv(found[name], src=source, group=self._control)
         return found
-
-    def send_file(self, path: Path, source: int, target: int) -> None:
-        """Copy a file from the disk of rank ``source`` to that of ``target``, to the same path. Only they need call it.
-
-        The folder must be there; what the file held before is lost. Nothing is forced to the disk: that may take longer
-        than the other rank's deadline.
-        """
-        if self.rank == source:
-            size = path.stat().st_size
-            dist.send(torch.tensor(size), dst=target, group=self._control)
-            with path.open("rb") as file:
-                for _ in range(0, size, _FILE_CHUNK):
-                    chunk = torch.frombuffer(bytearray(file.read(_FILE_CHUNK)), dtype=torch.uint8)
-                    dist.send(chunk, dst=target, group=self._control)
-        elif self.rank == target:
-            left = torch.tensor(0)
-            dist.recv(left, src=source, group=self._control)
-            with path.open("wb") as file:
-                for begin in range(0, int(left), _FILE_CHUNK):
-                    chunk = torch.empty(min(_FILE_CHUNK, int(left) - begin), dtype=torch.uint8)
-                    dist.recv(chunk, src=source, group=self._control)
-                    file.write(memoryview(chunk.numpy()))
 
     def from_rank0(self, make: Callable[[], T], what: str) -> T:
         """Call ``make`` on rank 0 alone, for as long as it takes, and broadcast the result to every process.

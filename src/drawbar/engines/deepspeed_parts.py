@@ -1,7 +1,7 @@
 """DeepSpeed's engine as two parts of a drawbar engine: its updater, and its state access."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -12,7 +12,6 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.local_model import LocalModel
 from drawbar.engines.parts import Update
-from drawbar.engines.state_access import ShouldKeep
 from drawbar.models.lora import saved_tensors
 from drawbar.optim.schedules import set_learning_rate
 from drawbar.parallel.deepspeed.deepspeed_state import (
@@ -87,25 +86,25 @@ class DeepSpeedState:
     """The fp32 weights and the optimizer's state of a DeepSpeed engine, as full tensors by name."""
 
     def __init__(
-        self, local: LocalModel, masters: MasterState, config: RunConfig, world: Distributed, should_keep: ShouldKeep
+        self, local: LocalModel, masters: MasterState, config: RunConfig, world: Distributed, keeps: bool
     ) -> None:
         self.local = local
         self.module = local.module
         self.masters = masters
         self.config = config
         self.world = world
-        self.should_keep = should_keep
+        self.keeps = keeps
 
-    def model(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
-        return host_copies(saved_tensors(self.module, self.config), self.should_keep(writers), self._full)
+    def model(self) -> dict[str, torch.Tensor]:
+        return host_copies(saved_tensors(self.module, self.config), self.keeps, self._full)
 
-    def optimizer(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
+    def optimizer(self) -> dict[str, torch.Tensor]:
         copies = {}
         for parameter, name in self._trained():
             for key in self.masters.keys:
                 tensor = self.masters.state(parameter, key)
                 tensor = tensor if key == STEP else tp_gather(parameter, tensor)
-                if self.should_keep(writers):
+                if self.keeps:
                     copies[f"{name}/{key}"] = tensor.to("cpu", copy=True)
         return copies
 
@@ -115,7 +114,7 @@ class DeepSpeedState:
             gradient = self.masters.gradient(parameter)
             if gradient is not None:
                 full = tp_gather(parameter, gradient.float())
-                if self.should_keep((0,)):
+                if self.keeps:
                     found[name] = full.to("cpu", copy=True) / self._loss_scale()
         return found
 

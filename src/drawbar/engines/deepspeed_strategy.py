@@ -33,7 +33,7 @@ from drawbar.engines.local_model import (
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.engines.parts import EngineParts
 from drawbar.engines.stage_building import EmptyStages, build_stages
-from drawbar.engines.state_access import StagesState, kept_by_stage_leaders, kept_by_writers
+from drawbar.engines.state_access import StagesState
 from drawbar.errors import UserError
 from drawbar.models.plans import plan_for
 from drawbar.optim.optimizers import build_optimizers
@@ -92,7 +92,7 @@ def _build_one_model(task: Task, config: RunConfig, world: Distributed) -> Engin
         local, module=ds_engine.module, meta_model=meta_model, replica_groups=[torch.distributed.group.WORLD]
     )
     _check_tp_shards(local, config.parallel.tensor)
-    state = DeepSpeedState(local, MasterState.of(ds_engine), config, world, kept_by_writers(world))
+    state = DeepSpeedState(local, MasterState.of(ds_engine), config, world, world.is_rank0)
     _set_first_weights(local.module, source, state, world.device)
     if stage == 3:
         synchronize_generate(local.module)
@@ -200,7 +200,7 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
         shards_logits=False,
         loss_in_head=local.loss_in_head,
     )
-    own = DeepSpeedState(local, masters, config, world, kept_by_stage_leaders(world))
+    own = DeepSpeedState(local, masters, config, world, world.dims.is_stage_leader(world.rank))
     updater = DeepSpeedUpdater(masters, config.precision)
     return EngineParts(local, executor, updater, StagesState(own, local, config, world, stages.tied_name))
 

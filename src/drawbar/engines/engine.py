@@ -4,7 +4,7 @@ The trainer hands over micro-batches and gets a :class:`StepResult`; it never na
 contract: gradients are those of ``sum(loss) / sum(num_targets)`` over the global batch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
@@ -134,13 +134,12 @@ class Engine:
         """Context that gives the model to predict and to generate with: in evaluation mode, without gradients."""
         return self.executor.inference()
 
-    def state(self, writers: Sequence[int] = (0,)) -> EngineState:
-        """A copy of the full state, in host memory on the ranks ``writers`` (which must include rank 0); without
-        tensors on other ranks. Every rank calls it."""
+    def state(self) -> EngineState:
+        """A copy of the full state, in host memory on rank 0; without tensors on other ranks. Every rank calls it."""
         self.share_buffers()
-        optimizer = self._state.optimizer(writers)
+        optimizer = self._state.optimizer()
         values = saved_values(self.step, self.config, self.updater.scaler_state())
-        return EngineState(model=self._state.model(writers), optimizer=optimizer, values=values)
+        return EngineState(model=self._state.model(), optimizer=optimizer, values=values)
 
     def load(self, state: EngineState) -> None:
         """Put back a state of any strategy and world size. Raises ``UserError`` for another model or optimizer."""

@@ -3,7 +3,7 @@
 None of them inherits code from another: what two of them share is a function. A strategy's builder chooses them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -76,10 +76,10 @@ class StateAccess(Protocol):
     """Gathers full tensors, by full-model name, from the shards, and loads them; or says which shards this rank holds.
     Gathering is collective: every rank calls each."""
 
-    def model(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Full weights in host memory on the ranks ``writers``; nothing on others."""
+    def model(self) -> dict[str, torch.Tensor]:
+        """Full weights in host memory on rank 0 (of a pipeline's stage, on its leader); nothing on others."""
 
-    def optimizer(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
+    def optimizer(self) -> dict[str, torch.Tensor]:
         """The same of the optimizer's state: ``{"<parameter>/<key>": tensor}``."""
 
     def gradients(self) -> dict[str, torch.Tensor]:

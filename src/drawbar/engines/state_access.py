@@ -1,6 +1,6 @@
 """Weights, gradients and optimizer state by name: with torch's optimizers, and merged over pipeline stages."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -19,22 +19,14 @@ from drawbar.parallel.weights import full_tensor, load_shard, shard_like
 from drawbar.parallel.zero1 import is_zero1, local_optimizer
 from drawbar.runtime.safetensors_reader import StoredTensors
 
-ShouldKeep = Callable[[Sequence[int]], bool]
-"""(writer ranks) → whether this rank keeps host copies of the full tensors; every rank joins the gather."""
-
-
-def kept_by_writers(world: Distributed) -> ShouldKeep:
-    """``ShouldKeep`` of a model without stages: the writers themselves."""
-    return lambda writers: world.rank in writers
-
-
-def kept_by_stage_leaders(world: Distributed) -> ShouldKeep:
-    """``ShouldKeep`` of a stage: one rank per stage keeps its tensors, and sends them to the writers."""
-    return lambda writers: world.dims.is_stage_leader(world.rank)
-
 
 class TorchState:
-    """``StateAccess`` for replicated or sharded (DTensor) parameters with torch's optimizers."""
+    """``StateAccess`` for replicated or sharded (DTensor) parameters with torch's optimizers.
+
+    Args:
+        keeps: whether this rank keeps host copies of the full tensors; every rank joins the gather. Of a pipeline, one
+            rank for each stage, which sends them to rank 0; else rank 0.
+    """
 
     def __init__(
         self,
@@ -43,7 +35,7 @@ class TorchState:
         scaler: LossScaler,
         config: RunConfig,
         world: Distributed,
-        should_keep: ShouldKeep,
+        keeps: bool,
     ) -> None:
         self.module = local.module
         self.fused = local.fused
@@ -51,22 +43,22 @@ class TorchState:
         self.scaler = scaler
         self.config = config
         self.world = world
-        self.should_keep = should_keep
+        self.keeps = keeps
 
-    def model(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
-        return host_copies(saved_tensors(self.module, self.config), self.should_keep(writers), self._full)
+    def model(self) -> dict[str, torch.Tensor]:
+        return host_copies(saved_tensors(self.module, self.config), self.keeps, self._full)
 
-    def optimizer(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
+    def optimizer(self) -> dict[str, torch.Tensor]:
         tensors = optimizer_state(self._names(), [local_optimizer(optimizer) for optimizer in self.optimizers])
         if any(is_zero1(optimizer) for optimizer in self.optimizers):  # the other ranks have the rest
-            return self.world.gather_dict(host_copies(tensors), writers)
-        return host_copies(tensors, self.should_keep(writers), lambda name, t: self._full(name.rpartition("/")[0], t))
+            return self.world.gather_dict(host_copies(tensors))
+        return host_copies(tensors, self.keeps, lambda name, t: self._full(name.rpartition("/")[0], t))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         scale = self.scaler.scale
         return host_copies(
             self.gradients_equal_on_replicas(),  # with torch's optimizers: all gradients of this rank
-            self.should_keep((0,)),
+            self.keeps,
             lambda name, tensor: self._full(name, tensor) / scale,
         )
 
@@ -118,7 +110,7 @@ class StagesState:
     """The state of a pipeline: gathers and merges what the ``StateAccess`` of each stage (``stage_state``) returns.
 
     Args:
-        stage_state: of this rank's stages; its ``should_keep`` is ``kept_by_stage_leaders``.
+        stage_state: of this rank's stages; it ``keeps`` on one rank for each stage.
         local: the stages (``module``), and the full model without values (``meta_model``).
         tied: the name of the weight that first and last stage share; None if they share none.
     """
@@ -132,15 +124,15 @@ class StagesState:
         self.world = world
         self.tied_weight = tied
 
-    def model(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
-        found = self.world.gather_dict(self.stage_state.model(writers), writers)
-        if self.world.rank not in writers:
+    def model(self) -> dict[str, torch.Tensor]:
+        found = self.world.gather_dict(self.stage_state.model())
+        if not self.world.is_rank0:
             return {}
         tied = self.tied()  # a tied weight was gathered under the first of its names
         return {name: found[tied.get(name, name)] for name in saved_tensors(self.local.meta_model, self.config)}
 
-    def optimizer(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
-        return self.world.gather_dict(self.stage_state.optimizer(writers), writers)
+    def optimizer(self) -> dict[str, torch.Tensor]:
+        return self.world.gather_dict(self.stage_state.optimizer())
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return self.world.gather_dict(self.stage_state.gradients())

@@ -19,11 +19,8 @@ from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.engines.parts import EngineParts, Executor
 from drawbar.engines.stage_building import build_stages
 from drawbar.engines.state_access import (
-    ShouldKeep,
     StagesState,
     TorchState,
-    kept_by_stage_leaders,
-    kept_by_writers,
 )
 from drawbar.engines.updaters import SquaredNorm, StagesSquaredNorm, TorchUpdater, model_squared_norm
 from drawbar.errors import ExitCode, UserError
@@ -151,7 +148,7 @@ def assemble(
         loss_in_head=local.loss_in_head,
     )
     optimizers = [wrap_optimizer(optimizer) for optimizer in build_optimizers(local.module, config.optim)]
-    return _with_optimizers(config, world, local, executor, optimizers, model_squared_norm, kept_by_writers(world))
+    return _with_optimizers(config, world, local, executor, optimizers, model_squared_norm, world.is_rank0)
 
 
 def _with_optimizers(
@@ -161,11 +158,11 @@ def _with_optimizers(
     executor: Executor,
     optimizers: list[Optimizer],
     norm: SquaredNorm,
-    should_keep: ShouldKeep,
+    keeps: bool,
 ) -> EngineParts:
     scaler = LossScaler(config.precision)
     updater = TorchUpdater(local.module, optimizers, scaler, world.device, config.train.gradient_clip, norm)
-    return EngineParts(local, executor, updater, TorchState(local, optimizers, scaler, config, world, should_keep))
+    return EngineParts(local, executor, updater, TorchState(local, optimizers, scaler, config, world, keeps))
 
 
 def _shards_logits(task: Task, world: Distributed) -> bool:
@@ -211,7 +208,7 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
     )
     optimizers = build_optimizers(local.module, config.optim)
     norm = StagesSquaredNorm(stages.group, tied)
-    parts = _with_optimizers(config, world, local, executor, optimizers, norm, kept_by_stage_leaders(world))
+    parts = _with_optimizers(config, world, local, executor, optimizers, norm, world.dims.is_stage_leader(world.rank))
     return EngineParts(local, executor, parts.updater, StagesState(parts.state, local, config, world, stages.tied_name))
 
 

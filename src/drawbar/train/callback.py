@@ -78,7 +78,7 @@ class Callback:
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """When the state of a step has been copied for its checkpoint, on every rank. The folder is written in the
-        background, by rank 0 (where disks are node-local, by one rank for each) or, in parts, by all ranks: it appears,
+        background, by rank 0 or, in parts, by all ranks: it appears,
         complete, in one moment; or, if the save fails (``checkpoint.on_error``), not at all."""
 
     def on_exception(self, run: RunHandle, error: Exception) -> None:

@@ -8,12 +8,13 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from drawbar.checkpoint.all_ranks import seen_by_all_nodes
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import STEP_NAME
 from drawbar.config.io.load_config import SCRIPT_FILE, load_run_config
@@ -32,7 +33,6 @@ from drawbar.models.folder import (
 )
 from drawbar.runtime.log import logger
 from drawbar.train.checkpoint_export import CheckpointExport, ExportFormat
-from drawbar.train.shared_disks import Disks
 from drawbar.util.atomic_files import link_or_copy
 from drawbar.util.new_folder import new_folder
 from drawbar.util.run_dir import LOCK_FILE
@@ -45,17 +45,19 @@ class InitialModel:
     """The folder ``initial_model`` of a run directory, while its run begins.
 
     As a context manager: after an error before the run has its ``config.yaml``, what :meth:`provide` has written is
-    removed.
+    removed. At the end, so are copies on nodes that do not see that folder.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._wrote = False
+        self._copies = ExitStack()
 
     def __enter__(self) -> "InitialModel":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        self._copies.__exit__(kind, *error)
         if kind is None or not self._wrote or (self._run_dir / "config.yaml").exists():
             return
         shutil.rmtree(self._run_dir / INITIAL_MODEL, ignore_errors=True)
@@ -64,27 +66,34 @@ class InitialModel:
             self._run_dir.rmdir()
 
     def provide(
-        self, config: RunConfig, source_run_dir: Path, lock: Callable[[], None], disks: Disks, world: Distributed
-    ) -> None:
+        self, config: RunConfig, source_run_dir: Path, lock: Callable[[], None], world: Distributed
+    ) -> Path | None:
         """If ``task.model`` names a run, copy that run's model into the run directory, unless it is there already.
+        Collective.
 
         Args:
             source_run_dir: the run directory of the checkpoint that the run begins from; its own where there is none.
             lock: makes and locks the run directory.
 
+        Returns:
+            The folder of the copy, as this node sees it; None where ``task.model`` names no run.
+
         Raises:
             UserError: there is no such run, or it has no such checkpoint, or no model that transformers knows.
         """
         activity = f"copying the model of {getattr(config.task, 'model', None)}"
-        # all disks get the checkpoint that rank 0 has found: the best one may change meanwhile
-        step = world.from_rank0(lambda: _step_to_copy(config, source_run_dir), activity)
-        if step is None:
-            return
-        with world.barrier_after(activity):
-            if disks.is_disk_leader and initial_model_of(self._run_dir, config.task) is None:
+
+        def provide() -> bool:
+            step = _step_to_copy(config, source_run_dir)
+            if step is not None and initial_model_of(self._run_dir, config.task) is None:
                 lock()
                 self._wrote = True
                 self._write(config, source_run_dir, step)
+            return step is not None
+
+        if not world.from_rank0(provide, activity):
+            return None
+        return self._copies.enter_context(seen_by_all_nodes(self._run_dir / INITIAL_MODEL, SOURCE_FILE, world))
 
     def _write(self, config: RunConfig, source_run_dir: Path, step: int) -> None:
         folder, present = self._run_dir / INITIAL_MODEL, initial_model_of(source_run_dir, config.task)

@@ -14,7 +14,6 @@ from drawbar.checkpoint.remote_owner import check_store_writable, wait_until_own
 from drawbar.config.io.compare import check_same
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
-from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 from drawbar.train.checkpoint_uploader import known_owner, open_store, start_uploader
@@ -28,8 +27,7 @@ from drawbar.util.best_score import BestScore
 
 def find_start_on_disk_or_store(find: Callable[[], RunStart], config: RunConfig, resume: str) -> RunStart:
     """Find where the run begins. If the object store (``checkpoint.remote``) has a newer usable checkpoint than the
-    disk, it is downloaded first, with the other files of the run. Not collective: each rank that reads a disk calls it,
-    and of these only rank 0 accesses the store.
+    disk, it is downloaded first, with the other files of the run. Rank 0 calls it.
 
     Args:
         find: ``find_start``, with its arguments.
@@ -40,7 +38,7 @@ def find_start_on_disk_or_store(find: Callable[[], RunStart], config: RunConfig,
         UserError: as ``find_start`` does; another process trains the run; the run's copy cannot be used, or is that of
             a run with other settings; or the store does not answer, and the disk has no checkpoint either.
     """
-    if config.checkpoint.remote is None or RankInfo.from_environment().rank != 0:
+    if config.checkpoint.remote is None:
         return find()
     nothing: NothingToFork | None = None
     try:

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from drawbar.checkpoint.all_ranks import read_on_all_ranks, run_on_all_ranks
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import RESOLVED, Snapshot, Unusable
-from drawbar.checkpoint.load import read_on_all_ranks, read_state, run_on_all_ranks
+from drawbar.checkpoint.load import read_state
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import Loader, TrainLoader
 from drawbar.distributed.process_group import Distributed
@@ -26,15 +27,16 @@ from drawbar.train.setup import check_base, with_cross_entropy_of
 from drawbar.train.step import RunProgress
 
 
-def with_original_choices(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:
+def with_original_choices(config: RunConfig, checkpoint: Path, world: Distributed) -> RunConfig:
     """The configuration with choices that the run began with in place of ``auto``: its dtypes; and, where it began so,
     plain cross-entropy and padding, so that a newer drawbar does not change how an older run computes. A run that began
     with a loss in the head, or without padding, stays at ``auto``: it goes on so where device and strategy allow it.
+    Collective.
 
     Raises:
         UserError: the checkpoint is damaged.
     """
-    state = read_state(checkpoint)
+    state = world.from_rank0(lambda: read_state(checkpoint), f"reading {checkpoint}")
     before = state[RESOLVED]
     muon = config.optim.muon_precision
     padded = config.data.padding_free == "auto" and not before["padding_free"]
@@ -48,7 +50,7 @@ def with_original_choices(config: RunConfig, checkpoint: Path, device: torch.dev
         }
     )
     begun = with_cross_entropy_of(begun, state)
-    fastest = choose_precision(config.precision, device)
+    fastest = choose_precision(config.precision, world.device)
     if begun.precision not in ("auto", fastest):
         logger.warning("precision: %s, as the run began; here %s would be faster", begun.precision, fastest)
     return begun

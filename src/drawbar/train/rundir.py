@@ -58,8 +58,7 @@ class RunStart:
     """Settings of the number of steps or of the learning rate's schedule that differ from those of the run that goes
     on, or, for a fork, of the run that it comes from."""
     refusal: UserError | None = None
-    """The error if this disk has no usable start: the run has checkpoints, or began from one, and none can be used.
-    Another node's disk may have one."""
+    """The error if there is no usable start: the run has checkpoints, or began from one, and none can be used."""
     older: Sequence[Path] = ()
     """Older checkpoints to fall back on, in this order, if damage is found when tensors are read. Empty where the user
     has named the checkpoint."""
@@ -82,7 +81,7 @@ class RunStart:
 
 
 def find_start(config: RunConfig, resume: str, fork: str | None, weights_only: bool = False) -> RunStart:
-    """Decide where the run begins, before anything is written. Rank 0 calls it, or one rank for each disk.
+    """Decide where the run begins, before anything is written. Rank 0 calls it.
 
     Args:
         resume: ``auto`` (resume from the run directory's newest complete checkpoint), ``never``, or a checkpoint.

@@ -20,7 +20,6 @@ from drawbar.evaluation.scoring import Split
 from drawbar.runtime.log import logger
 from drawbar.train.checkpoint_layouts import CheckpointLayout, PartsLayout, WholeTensorsLayout, choose_layout
 from drawbar.train.checkpoint_uploader import start_uploader
-from drawbar.train.shared_disks import Disks
 from drawbar.train.signal_lead import SignalLeadTime
 from drawbar.train.step import RunProgress
 from drawbar.train.stop import Reason, Stop
@@ -28,9 +27,8 @@ from drawbar.util.atomic_files import sync
 
 
 class Saver:
-    """Saves in background threads: on all ranks, where checkpoints are written in parts; else on rank 0, and on one
-    rank for each other disk. Training waits for the copy to host memory, and for an earlier save that is still being
-    written.
+    """Saves in background threads: on all ranks, where checkpoints are written in parts; else on rank 0. Training waits
+    for the copy to host memory, and for an earlier save that is still being written.
 
     A save that fails asks for a stop, so that all ranks end after the same step, and try to save that one first.
     With ``checkpoint.on_error: warn``, a save that fails with a disk error is only skipped: the save before it is then
@@ -38,6 +36,7 @@ class Saver:
     (``confirm_best``).
 
     Args:
+        shares_disk: whether all nodes see the run directory.
         progress: the run's progress when this process starts. Where the run goes on from a checkpoint of its own, that
             step counts as saved.
         validation: the validation data.
@@ -49,7 +48,7 @@ class Saver:
         engine: Engine,
         loader: Loader,
         world: Distributed,
-        disks: Disks,
+        shares_disk: bool,
         stop: Stop,
         progress: RunProgress,
         validation: Split | None,
@@ -65,15 +64,14 @@ class Saver:
         self._metrics = config.run_dir / "metrics.jsonl"
         self._metric = config.eval.metric
         self._validation = None if validation is None else validation.samples.fingerprint
-        self._disks = disks
         self._engine = engine
         self._loader = loader
         self._world = world
         self._stop = stop
         self._layout: CheckpointLayout = (
-            PartsLayout(self._directory, engine, world, disks, self._config.copies)
-            if choose_layout(self._config.layout, engine, disks) == "parts"
-            else WholeTensorsLayout(self._directory, engine, world, disks)
+            PartsLayout(self._directory, engine, world)
+            if choose_layout(self._config.layout, engine, shares_disk) == "parts"
+            else WholeTensorsLayout(self._directory, engine, world)
         )
         self._uploader = start_uploader(config, world, stop)
         self._writer = AsyncWriter()
@@ -124,7 +122,7 @@ class Saver:
         score in ``progress`` as ``confirm_best`` does. Every rank must call it."""
         if self.last_saved_progress is not None and self.last_saved_progress.step == progress.step:
             self._last_saved = replace(progress)
-            if self._disks.is_disk_leader:
+            if self._world.is_rank0:
                 amend = partial(self._directory.update_state, progress.step, {"progress": progress.state()})
                 self._writer.submit_after_success(self._background_write(progress, amend))
             return
@@ -182,7 +180,7 @@ class Saver:
 
     def _timed(self, begin: float, write: Callable[[], None]) -> None:
         write()
-        if self._disks.is_disk_leader:
+        if self._world.is_rank0:
             self._signal_lead_time.compare(time.monotonic() - begin)
 
     def _background_write(self, progress: RunProgress, write: Callable[[], None]) -> Callable[[], None]:
@@ -192,11 +190,11 @@ class Saver:
     def _write(self, step: int, best_step: int | None, best_score: float | None, write: Callable[[], None]) -> None:
         """Runs in the background thread: write or amend a step's checkpoint, or this rank's part of it."""
         try:
-            if self._disks.is_disk_leader:
+            if self._world.is_rank0:
                 with suppress(OSError):  # a failing metrics file must not cost a checkpoint
                     sync(self._metrics)  # first: a run that resumes from this step does not write these lines again
             write()
-            if self._disks.is_disk_leader:
+            if self._world.is_rank0:
                 self._mark_best_and_rotate(step, best_step, best_score)
         except Exception as error:
             if self._is_tolerated(error):

@@ -58,13 +58,12 @@ from drawbar.train.callbacks import (
     patience_is_exhausted,
 )
 from drawbar.train.check import check_on_samples, compare_with_neighbours, with_rows_alone
-from drawbar.train.checkpoint_layouts import bytes_on_disk
+from drawbar.train.checkpoint_layouts import checkpoint_bytes
 from drawbar.train.compile_payoff import logging_compile_payoff
 from drawbar.train.core_wait import CoreWaitCallback
 from drawbar.train.eval_mode import resolve_mode
 from drawbar.train.initial_model import InitialModel
 from drawbar.train.memory_probe import fit_micro_batch, memory_of
-from drawbar.train.node_local import find_start_on_all_disks
 from drawbar.train.remote_start import find_start_on_disk_or_store, finish_uploads
 from drawbar.train.restore import restore_engine, restore_rest, with_original_choices
 from drawbar.train.run_dir_lock import RunDirLock
@@ -79,7 +78,7 @@ from drawbar.train.setup import (
     warn_of_one_process,
     warn_of_untested_versions,
 )
-from drawbar.train.shared_disks import Disks, check_disk_count, find_shared_disks
+from drawbar.train.shared_disks import check_nodes_share_disk
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
 from drawbar.train.utilization import mfu_of_one_token_per_second
@@ -166,28 +165,27 @@ class Trainer:
 
     def _fit(self, world: Distributed, stop: Stop, console: Console, trackers: Trackers) -> Outcome:
         config = self.config
-        disks = find_shared_disks(Path(config.run.dir), world, config.checkpoint)
-        runs = dict.fromkeys((self.source_config.run_dir, config.run_dir))
-        lock = self._lock.take_if_run  # called before a disk is searched: another process may write there
-        start = find_start_on_all_disks(self._find_start, disks, world, runs, self.resume, lock)
-        with world.barrier_after("locking the run directory"):
-            if disks.is_disk_leader:
-                lock()  # the run directory may have been downloaded from the object store just now
-        check_disk_count(config.checkpoint, disks, begins_at_step_0=start.checkpoint is None)
+        shares_disk = check_nodes_share_disk(config, world)
+        start = world.from_rank0(self._find_start, "looking for the newest checkpoint")
+        if start.refusal is not None:
+            raise start.refusal
         self.config = config = config.model_copy(update={"eval": resolve_mode(config.eval, start.eval_mode)})
         if config.data.rebuild and world.from_rank0((config.run_dir / "config.yaml").exists, "looking for the run"):
             logger.info("data.rebuild is ignored, as the run exists already; `drawbar prepare` encodes its data anew")
             config = without_data_rebuild(config)
         source_run_dir = run_dir_of(start.checkpoint, config.run_dir)
-        self._initial_model.provide(config, source_run_dir, self._lock.take, disks, world)
+        initial_model = self._initial_model.provide(config, source_run_dir, self._lock.take, world)
         if config.run.deterministic:
             use_deterministic_kernels()
         seed_everything(config.run.seed)
         if start.checkpoint is not None and not start.forked:
             check_script(self.task_type, config)
-            config = with_original_choices(config, start.checkpoint, world.device)
+            config = with_original_choices(config, start.checkpoint, world)
         config = check_machine(config, world)
-        task = build_task(self.task_type, config, world, source_run_dir, has_checkpoint=start.checkpoint is not None)
+        has_checkpoint = start.checkpoint is not None
+        task = build_task(
+            self.task_type, config, world, source_run_dir, has_checkpoint=has_checkpoint, initial_model=initial_model
+        )
         of_data = {"task": task.run_config.task}  # with the columns that the data have
         config, self.config = config.model_copy(update=of_data), self.config.model_copy(update=of_data)
         config = choose_padding_free(task, config, world.device)
@@ -213,29 +211,31 @@ class Trainer:
             if source_run_dir != config.run_dir:
                 check_new_steps(progress.step, total_steps, config.train)
             log_changed_schedule(start.changed_schedule, progress.step, total_steps, config.optim)
-        self._open(task, engine, world, disks, start)
-        if found is not None and disks.is_disk_leader:
+        self._open(task, engine, world, start)
+        if found is not None and world.is_rank0:
             found.save(config.run_dir)
-        parts = (config, world, disks, stop, console, trackers, task, engine, loader)
+        parts = (config, world, shares_disk, stop, console, trackers, task, engine, loader)
         _Run(*parts, found is not None, validation, progress, total_steps, self.callbacks).train()
         engine.close()
         return Outcome(stop.exit_code, config.run_dir, progress)
 
     def _find_start(self) -> RunStart:
         find = partial(find_start, self.source_config, self.resume, self.fork, self.weights_only)
-        return find_start_on_disk_or_store(find, self.config, self.resume)
+        self._lock.take_if_run()  # before the disk is searched: another process may write there
+        start = find_start_on_disk_or_store(find, self.config, self.resume)
+        self._lock.take_if_run()  # the run directory may have been downloaded from the object store just now
+        return start
 
-    def _open(self, task: Task, engine: Engine, world: Distributed, disks: Disks, start: RunStart) -> None:
+    def _open(self, task: Task, engine: Engine, world: Distributed, start: RunStart) -> None:
         """Create or update the run directory; call it only when everything is ready to train."""
         folder = self.config.run_dir
         checkpoints = CheckpointDirectory(folder / "checkpoints")
         world.barrier("loading the checkpoint")  # all ranks have read it: remove_leftovers() below may rename it
         with world.barrier_after("opening the run directory"):
-            if disks.is_disk_leader:
+            if world.is_rank0:
                 checkpoints.set_aside(start.unusable)
                 saved = len(checkpoints.steps())
-                each = bytes_on_disk(self.config.checkpoint, engine, disks)
-                check_space(folder, required_bytes(each, self.config.checkpoint.keep, saved))
+                check_space(folder, required_bytes(checkpoint_bytes(engine), self.config.checkpoint.keep, saved))
                 self._lock.take()
                 write_config(self.config, start)  # first: from here on the same command resumes this run
                 save_task(task, folder)
@@ -249,7 +249,7 @@ class _Run:
 
     config: RunConfig
     world: Distributed
-    disks: Disks
+    shares_disk: bool
     stop: Stop
     console: Console
     trackers: Trackers
@@ -314,7 +314,14 @@ class _Run:
     def _train(self) -> bool:
         """Train, and say whether the run has a checkpoint."""
         saver = Saver(
-            self.config, self.engine, self.loader, self.world, self.disks, self.stop, self.progress, self.validation
+            self.config,
+            self.engine,
+            self.loader,
+            self.world,
+            self.shares_disk,
+            self.stop,
+            self.progress,
+            self.validation,
         )
         with closing(saver), closing(self.loader):  # a save that has begun is finished, even where a step fails
             guarded = [GuardedCallback(callback, self.stop, self.world) for callback in self.user_callbacks]

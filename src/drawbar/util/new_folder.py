@@ -23,8 +23,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         OSError: the disk takes no more, or something else has taken the name meanwhile.
     """
     folder = folder.resolve()  # a link to an empty folder stays a link: the folder behind it is replaced
-    _remove_drafts_of_killed(folder)
-    draft = folder.with_name(f"{folder.name}{_suffix()}{os.getpid()}")
+    draft = draft_of(folder)
     parent_existed = folder.parent.exists()
     try:
         draft.mkdir(parents=True)
@@ -41,6 +40,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
         if not parent_existed:
             with suppress(OSError):  # the folder is in it
                 folder.parent.rmdir()
+
+
+def draft_of(folder: Path) -> Path:
+    """The temporary folder of this process for what is to be ``folder``, beside it; not made yet. Those that killed
+    processes of this machine have left are removed."""
+    _remove_drafts_of_killed(folder)
+    return folder.with_name(f"{folder.name}{_suffix()}{os.getpid()}")
 
 
 def _suffix() -> str:

@@ -10,11 +10,14 @@ import pytest
 from test_checkpoint_directory import FILES, flip, names, snapshot
 
 from drawbar.checkpoint import CheckpointDirectory, checked_files, format, read, read_state
+from drawbar.checkpoint.all_ranks import read_on_all_ranks
 from drawbar.checkpoint.format import Damaged, Manifest
-from drawbar.checkpoint.load import read_on_all_ranks
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import ExitCode, UserError
 from drawbar.util import atomic_files
 from ranks import SecondRank
+from tiny import CPU
 
 
 @pytest.fixture
@@ -188,17 +191,14 @@ def hashed(monkeypatch):
     return names
 
 
-def test_of_the_ranks_that_see_the_same_checkpoint_one_verifies_it(directory, hashed):
+def test_rank_0_verifies_for_all(directory, hashed):
     newest = directory.path / "step-00000003"
-    seen = [
-        atomic_files.identity(newest / name)
-        for name in Manifest.from_json((newest / "manifest.json").read_bytes()).files
-    ]
-    assert read_on_all_ranks(newest, SecondRank(None, seen, None)).step == 3
+    manifest = (newest / "manifest.json").read_bytes()
+    assert read_on_all_ranks(newest, SecondRank(None, manifest, True, None)).step == 3
     assert hashed == []
     flip(newest / "model.safetensors")
-    with pytest.raises(Damaged, match=r"model.safetensors has the checksum"):
-        read_on_all_ranks(newest, SecondRank(None, seen, None))  # which is not what the first one sees now
+    with Distributed(RankInfo(), CPU, 60) as world, pytest.raises(Damaged, match=r"model.safetensors has the checksum"):
+        read_on_all_ranks(newest, world)
 
 
 def test_what_is_wrong_for_one_rank_is_wrong_for_all(directory):

@@ -151,10 +151,3 @@ def test_flipped_bits_and_cuts_in_the_file_of_the_best_score(tmp_path: Path) -> 
         else:
             assert found == written, text
     assert len(changed_contents) - 2 <= refused < len(changed_contents)
-
-
-def test_a_best_score_of_an_older_version_has_no_checksum(tmp_path: Path) -> None:
-    directory = CheckpointDirectory(tmp_path)
-    directory.write(Snapshot(2, {}, {}, {}, {}))
-    (tmp_path / "best.json").write_text('{"step": 2, "metric": "loss", "score": 0.5}')
-    assert directory.best() == directory.resolve("2")

@@ -307,7 +307,7 @@ def test_many_predictions_and_many_metrics_are_bounded(project: Path, tmp_path: 
 def test_jobs_and_signals_are_events(project: Path, tmp_path: Path) -> None:
     run = copy(project, tmp_path)
     place = {name: str(tmp_path / name) for name in ("workdir", "log", "script")}
-    job = JobRecord("7", 1e9, "tiny", str(run), **place, nodes=2, processes=8, arguments=())
+    job = JobRecord("7", 1e9, "tiny", str(run), **place, nodes=2, processes=8, arguments=(), launcher="slurm")
     append_records([job])
     JobEnd(75, 1e9 + 60, restarts=1).write(job.end_file)
     with (run / "logs" / "rank-0000.log").open("a") as log:

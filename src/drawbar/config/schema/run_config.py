@@ -207,13 +207,9 @@ class CheckpointSection(Section):
     keep_best: bool = True
     """Save whenever the evaluation finds a better score, and keep the best checkpoint in addition to `keep`."""
     layout: Literal["auto", "whole", "parts"] = "auto"
-    """`parts`: each process writes its own shards, at the same time as the others; where nodes share no disk, with
-    `copies` of each part. `whole`: one process gathers whole tensors and writes them; where nodes share no disk, one
-    process for each disk. `auto`: parts where a checkpoint is larger than 2 GiB and all nodes share its disk. Runs of
-    any layout, strategy and number of processes read both."""
-    copies: Count = 2
-    """With `layout: parts`, where nodes share no disk: on how many nodes' disks each part of a checkpoint is. So many
-    nodes less one may be lost. Without a meaning on a disk that all nodes share."""
+    """`parts`: each process writes its own shards, at the same time as the others, to a disk that all nodes share.
+    `whole`: rank 0 gathers whole tensors and writes them. `auto`: parts where a checkpoint is larger than 2 GiB and all
+    nodes share its disk. Runs of any layout, strategy and number of processes read both."""
     on_error: Literal["warn", "stop"] = "stop"
     """Where a save fails because its disk is full, fails or can only be read: `stop` tries once more, and ends the run
     with an error; `warn` warns, and goes on without that checkpoint until the next save is due. The save at the end of

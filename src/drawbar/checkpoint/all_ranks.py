@@ -1,0 +1,108 @@
+"""Checkpoints that all ranks read together: one error for all, and copies for nodes that do not see rank 0's disk."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from drawbar.checkpoint.format import MANIFEST_FILE, Snapshot, Unusable
+from drawbar.checkpoint.load import explain_read_errors, open_snapshot_folder, verify_except_parts
+from drawbar.checkpoint.space import check_space
+from drawbar.distributed.file_broadcast import FileBroadcast
+from drawbar.distributed.process_group import Distributed
+from drawbar.errors import UserError
+from drawbar.util.new_folder import draft_of
+
+T = TypeVar("T")
+
+
+def read_on_all_ranks(path: Path, world: Distributed) -> Snapshot:
+    """Like ``read``, on every rank; rank 0 verifies the files. Nodes that do not see them get a copy, which is gone
+    when the snapshot is.
+
+    Raises:
+        Unusable: rank 0 finds it damaged, or of another format; on every rank.
+        UserError: the disk cannot be read on some rank; on every rank.
+    """
+    activity = f"reading {path}"
+    run_on_all_ranks(path, world, activity, lambda: verify_except_parts(path) if world.is_rank0 else None)
+    with seen_by_all_nodes(path, MANIFEST_FILE, world) as folder:
+        return run_on_all_ranks(path, world, activity, lambda: open_snapshot_folder(folder))
+
+
+def run_on_all_ranks(path: Path, world: Distributed, activity: str, work: Callable[[], T]) -> T:
+    """Call ``work`` on every rank, and raise on all of them if it fails on any. Collective. ``work`` must call none of
+    the collectives of ``world``, as it runs inside ``world.working``; where it calls those of another group, and fails
+    on a rank before them, the others wait for that group's timeout.
+
+    Args:
+        path: of the checkpoint or folder that it reads.
+
+    Raises:
+        Unusable, UserError: on every rank, where ``work`` has raised one on any. An OSError becomes a UserError that
+            says what could not be read (a ``work`` that writes must explain its own errors).
+    """
+    failure: Unusable | UserError | None = None
+    with world.working(activity):
+        try:
+            with explain_read_errors(path):
+                result = work()
+        except (Unusable, UserError) as error:
+            failure = error
+    failures = [found for found in world.all_gather(failure) if found is not None]
+    if failures:  # that a disk cannot be read counts first: it says nothing about the checkpoint
+        raise next((found for found in failures if isinstance(found, UserError)), failures[0])
+    return result
+
+
+@contextmanager
+def seen_by_all_nodes(folder: Path, mark: str, world: Distributed) -> Iterator[Path]:
+    """Context with a folder of rank 0's disk, on every rank: the folder itself, or, on a node that does not see it, a
+    copy beside its place, which is deleted at the end. Collective.
+
+    Args:
+        mark: a file in it whose content tells it from any other: where that is the same, the folder is.
+
+    Raises:
+        UserError: rank 0 cannot read it, or a node has no room for it; on every rank.
+    """
+    marks = world.all_gather(_content(folder / mark))
+    leads_node = world.all_gather(world.rank_info.local_rank == 0)
+    leaders = [max(rank for rank in range(other + 1) if leads_node[rank]) for other in range(world.size)]
+    targets = sorted({leaders[rank] for rank in range(world.size) if marks[rank] != marks[0]} - {0})
+    if not targets:
+        yield folder
+        return
+    activity = f"copying {folder} to nodes that do not see it"
+    sizes = world.from_rank0(lambda: {path.name: path.stat().st_size for path in folder.iterdir()}, activity)
+    broadcast = FileBroadcast(world, targets)
+    make = (lambda: _folder_beside(folder, sum(sizes.values()))) if world.rank in targets else lambda: None
+    copy = run_on_all_ranks(folder, world, activity, make)
+
+    def send() -> None:
+        if world.is_rank0 or copy is not None:
+            broadcast.send(copy or folder, sizes)
+
+    try:
+        run_on_all_ranks(folder, world, activity, send)
+        copies = world.all_gather(copy)
+        yield folder if marks[world.rank] == marks[0] else copies[leaders[world.rank]] or folder
+        world.barrier(activity)  # other ranks of this node may still open what the next lines delete
+    finally:
+        if copy is not None:
+            shutil.rmtree(copy, ignore_errors=True)
+
+
+def _folder_beside(folder: Path, size: int) -> Path:
+    check_space(folder.parent, size)
+    draft = draft_of(folder)
+    draft.mkdir(parents=True)
+    return draft
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
