@@ -137,7 +137,7 @@ KINDS = {
     "tensor of gpt2": Kind("parallel.tensor=2", 2, task="gpt2"),
     "context": Kind("parallel.context=2", 2),
     "pipeline": Kind("parallel.pipeline=2", 2),
-    "pipeline of seq2seq": Kind("parallel.strategy=ddp", 2, task="seq2seq"),
+    "ddp of seq2seq": Kind("parallel.strategy=ddp", 2, task="seq2seq"),
     "interleaved fsdp": Kind("parallel.strategy=fsdp parallel.pipeline=2 parallel.schedule=interleaved", 4),
     "fsdp and tensor": Kind("parallel.strategy=fsdp parallel.tensor=2", 4),
     "deepspeed 2": Kind("parallel.strategy=deepspeed parallel.zero_stage=2", 2),
