@@ -43,15 +43,19 @@ LLAMA = """\
                  num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: true}
   tokenizer: {train: byte_bpe, vocab_size: 300}
 """
+BERT = """\
+  model: bert
+  from_scratch: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4}
+"""
+TEXTS = "data: {train: train.txt, validation: valid.txt, sequence_length: 48}\n"
 TASKS = {
-    "lm": f"task:\n{LLAMA}data: {{train: train.txt, validation: valid.txt, sequence_length: 48}}\n",
-    "gpt2": """\
+    "lm": f"task:\n{LLAMA}{TEXTS}",
+    "gpt2": f"""\
 task:
   model: gpt2
-  from_scratch: {n_embd: 32, n_layer: 2, n_head: 4, n_positions: 64}
-  tokenizer: {train: byte_bpe, vocab_size: 300}
-data: {train: train.txt, validation: valid.txt, sequence_length: 48}
-""",
+  from_scratch: {{n_embd: 32, n_layer: 2, n_head: 4, n_positions: 64}}
+  tokenizer: {{train: byte_bpe, vocab_size: 300}}
+{TEXTS}""",
     "chat": f"""\
 task:
 {LLAMA}  messages_column: messages
@@ -68,27 +72,14 @@ task:
   generation: {max_new_tokens: 8, beams: 2}
 data: {train: pairs.jsonl, validation: pairs.jsonl, sequence_length: 48}
 """,
-    "classification": """\
+    "classification": f"""\
 task:
   type: sequence_classification
-  model: bert
-  from_scratch: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4}
-  tokenizer: {train: byte_bpe, vocab_size: 300}
-data: {train: labels.jsonl, validation: labels.jsonl, sequence_length: 48}
+{BERT}  tokenizer: {{train: byte_bpe, vocab_size: 300}}
+data: {{train: labels.jsonl, validation: labels.jsonl, sequence_length: 48}}
 """,
-    "masked": """\
-task:
-  type: masked_lm
-  model: bert
-  from_scratch: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4}
-  tokenizer: base
-data: {train: train.txt, validation: valid.txt, sequence_length: 48}
-""",
-    "lora": """\
-task: {model: base}
-lora: {rank: 4}
-data: {train: train.txt, validation: valid.txt, sequence_length: 48}
-""",
+    "masked": f"task:\n  type: masked_lm\n{BERT}  tokenizer: {{train: byte_bpe, vocab_size: 300}}\n{TEXTS}",
+    "lora": f"task: {{model: base}}\nlora: {{rank: 4}}\n{TEXTS}",
 }
 
 

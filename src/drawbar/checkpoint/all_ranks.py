@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from drawbar.checkpoint.format import MANIFEST_FILE, Snapshot, Unusable
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import MANIFEST_FILE, Snapshot, Unusable, file_entry
 from drawbar.checkpoint.load import explain_read_errors, open_snapshot_folder, verify_except_parts
 from drawbar.checkpoint.space import check_space
 from drawbar.distributed.file_broadcast import FileBroadcast
@@ -67,42 +68,50 @@ def seen_by_all_nodes(folder: Path, mark: str, world: Distributed) -> Iterator[P
     Raises:
         UserError: rank 0 cannot read it, or a node has no room for it; on every rank.
     """
-    marks = world.all_gather(_content(folder / mark))
-    leads_node = world.all_gather(world.rank_info.local_rank == 0)
-    leaders = [max(rank for rank in range(other + 1) if leads_node[rank]) for other in range(world.size)]
-    targets = sorted({leaders[rank] for rank in range(world.size) if marks[rank] != marks[0]} - {0})
+    nodes = world.all_gather((_digest(folder / mark), world.rank_info.local_rank == 0))
+    sees = [digest == nodes[0][0] for digest, _ in nodes]
+    leaders = [max(rank for rank in range(other + 1) if nodes[rank][1]) for other in range(world.size)]
+    targets = sorted({leaders[rank] for rank in range(world.size) if not sees[rank]} - {0})
     if not targets:
         yield folder
         return
     activity = f"copying {folder} to nodes that do not see it"
-    sizes = world.from_rank0(lambda: {path.name: path.stat().st_size for path in folder.iterdir()}, activity)
+    found = run_on_all_ranks(folder, world, activity, lambda: _sizes(folder) if world.is_rank0 else {})
+    sizes = world.all_gather(found)[0]
     broadcast = FileBroadcast(world, targets)
-    make = (lambda: _folder_beside(folder, sum(sizes.values()))) if world.rank in targets else lambda: None
-    copy = run_on_all_ranks(folder, world, activity, make)
+    draft = draft_of(folder) if world.rank in targets else None
+
+    def make() -> None:
+        if draft is not None:
+            check_space(folder.parent, sum(sizes.values()))
+            with CheckpointDirectory(folder.parent).explain_write_errors(folder.name, draft):
+                draft.mkdir(parents=True)
 
     def send() -> None:
-        if world.is_rank0 or copy is not None:
-            broadcast.send(copy or folder, sizes)
+        if draft is not None:
+            with CheckpointDirectory(folder.parent).explain_write_errors(folder.name, draft):
+                broadcast.send(draft, sizes)
+        elif world.is_rank0:
+            broadcast.send(folder, sizes)
 
     try:
-        run_on_all_ranks(folder, world, activity, send)
-        copies = world.all_gather(copy)
-        yield folder if marks[world.rank] == marks[0] else copies[leaders[world.rank]] or folder
+        for work in (make, send):
+            run_on_all_ranks(folder, world, activity, work)
+        drafts = world.all_gather(draft)
+        yield folder if sees[world.rank] else drafts[leaders[world.rank]] or folder
         world.barrier(activity)  # other ranks of this node may still open what the next lines delete
     finally:
-        if copy is not None:
-            shutil.rmtree(copy, ignore_errors=True)
+        if draft is not None:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
-def _folder_beside(folder: Path, size: int) -> Path:
-    check_space(folder.parent, size)
-    draft = draft_of(folder)
-    draft.mkdir(parents=True)
-    return draft
+def _sizes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in folder.iterdir()}
 
 
-def _content(path: Path) -> bytes | None:
+def _digest(path: Path) -> str | None:
+    """Of a file's content; None where it cannot be read."""
     try:
-        return path.read_bytes()
+        return file_entry(path).sha256
     except OSError:
         return None

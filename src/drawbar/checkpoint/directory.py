@@ -152,8 +152,7 @@ class CheckpointDirectory:
         return folder
 
     def set_best(self, step: int, metric: str, score: float) -> None:
-        """Record which checkpoint is the best one. Raises ValueError for a step without a complete
-        one."""
+        """Record which checkpoint is the best one. Raises ValueError for a step without one."""
         if step not in self.steps():
             raise ValueError(f"{self.path} has no complete checkpoint of step {step}")
         with self.explain_write_errors(BEST_FILE):

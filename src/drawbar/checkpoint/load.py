@@ -4,15 +4,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-from drawbar.checkpoint.checked_files import (
-    check_content,
-    check_sizes,
-    read_checked,
-)
+from drawbar.checkpoint.checked_files import check_content, check_sizes, read_checked
 from drawbar.checkpoint.format import (
     MODEL_FILE,
     OPTIMIZER_FILE,
@@ -32,8 +28,6 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.safetensors_reader import TensorFiles
 from drawbar.util.atomic_files import retried
 from drawbar.util.strict_json import read_json
-
-T = TypeVar("T")
 
 
 def read(path: Path) -> Snapshot:

@@ -56,11 +56,6 @@ def write_part(
     return PartRecord(rank, tuple(files), dict(aliases))
 
 
-def rank_of_part(name: str) -> int:
-    """The rank that has written a part file, by its name."""
-    return int(name.partition("-")[2].partition(".")[0])
-
-
 def meta_boxes(tensors: StoredTensors) -> list[TensorBox]:
     """Full tensors as boxes without values (meta tensors) for ``write_part``, whose ``load`` reads each. Tied ones
     once."""

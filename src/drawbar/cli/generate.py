@@ -96,14 +96,13 @@ def generate(
     messages_column = None if raw else getattr(loaded.config.task, "messages_column", None)
     rename = loaded.config.data.rename or {}
     is_alpaca = not raw and reads_alpaca(loaded.config.task)
+    ask = as_messages if messages_column is not None else as_instruction if is_alpaca else None
     all_prompts = [*prompts, *(read_prompts(input_file, messages_column, rename, is_alpaca) if input_file else [])]
-    all_prompts = all_prompts or default_prompts(answers=messages_column is not None or is_alpaca)
-    asked = all_prompts
-    if messages_column is not None or is_alpaca:
-        asked = [as_instruction(prompt) if is_alpaca else as_messages(prompt) for prompt in all_prompts]
+    all_prompts = all_prompts or default_prompts(answers=ask is not None)
+    asked = all_prompts if ask is None else [ask(prompt) for prompt in all_prompts]
     texts = generate_from_run(loaded.config, task, asked, sampling, checkpoint, seed)
     if path is None:
-        _print_texts(all_prompts, texts, are_answers=messages_column is not None or is_alpaca)
+        _print_texts(all_prompts, texts, are_answers=ask is not None)
     else:
         write_lines(path, ({"prompt": prompt, "text": text} for prompt, text in zip(all_prompts, texts, strict=True)))
     return 0

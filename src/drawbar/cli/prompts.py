@@ -39,15 +39,15 @@ def read_prompts(
             options = ((name, _value(record, name, rename)) for name in TEMPLATE_COLUMNS)
             given = {name: value for name, value in options if value is not None}
             prompt = {"messages": messages, **given} if given else messages
-        if is_alpaca and isinstance(record.get(ALPACA_INSTRUCTION), str):
-            prompt = {name: record[name] for name in (ALPACA_INSTRUCTION, ALPACA_INPUT) if record.get(name)}
+        if is_alpaca and isinstance(instruction := _value(record, ALPACA_INSTRUCTION, rename), str):
+            prompt = {ALPACA_INSTRUCTION: instruction, ALPACA_INPUT: _value(record, ALPACA_INPUT, rename)}
         if not isinstance(prompt, str | list | dict):
-            of_chat = f' or {{"{messages_column}": [{{"role": "user", "content": …}}]}}' if messages_column else ""
-            of_chat = f' or {{"{ALPACA_INSTRUCTION}": "what to do"}}' if is_alpaca else of_chat
+            or_else = f' or {{"{messages_column}": [{{"role": "user", "content": …}}]}}' if messages_column else ""
+            or_else = f' or {{"{ALPACA_INSTRUCTION}": "what to do"}}' if is_alpaca else or_else
             raise UserError(
                 "the record has no prompt",
                 where=records.where(number),
-                remedy=f'write {{"prompt": "what to go on from"}}{of_chat}',
+                remedy=f'write {{"prompt": "what to go on from"}}{or_else}',
             )
         prompts.append(prompt)
     return prompts
@@ -76,10 +76,13 @@ def default_prompts(answers: bool) -> "list[Prompt]":
     return [""]
 
 
-def as_instruction(prompt: "Prompt") -> str:
+def as_instruction(prompt: "Prompt") -> "Prompt":
     """A prompt for a model that was trained on Alpaca's records: a text is an instruction without an input."""
-    record: Any = prompt if isinstance(prompt, dict) else {ALPACA_INSTRUCTION: prompt}
-    return alpaca_prompt(record[ALPACA_INSTRUCTION], record.get(ALPACA_INPUT))
+    if isinstance(prompt, str):
+        return alpaca_prompt(prompt, None)
+    if isinstance(prompt, dict) and ALPACA_INSTRUCTION in prompt:
+        return alpaca_prompt(prompt[ALPACA_INSTRUCTION], prompt.get(ALPACA_INPUT))
+    return prompt
 
 
 def as_messages(prompt: "Prompt") -> "Prompt":

@@ -21,8 +21,8 @@ Examples:
 \b
 States: training; complete (all steps are made, or early stopping has ended it); stopped
 (saved, and can go on); failed; stale (it was training, no process has it open, and its process
-is gone or has long been silent); submitted, or how its job ended (the run has not begun); unknown (it
-has not begun).
+is gone or has long been silent); submitted, or how its job ended (the run has not begun); unknown
+(it has not begun).
 """,
 )
 @click.argument("folder", metavar="[DIR]", type=click.Path(path_type=Path), default="runs")

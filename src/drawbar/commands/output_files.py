@@ -38,10 +38,10 @@ def check_output(text: str, overwrite: bool, keys: Set[str], option: str = "--ou
         return path
     if path.exists() and not overwrite:
         raise UserError(f"{path} is there already", where=option, remedy="name another file, or add --overwrite")
-    if path.exists() and not _is_output(path, keys):
-        what = f"{path} is there already, and is no output of this command"
-        raise UserError(what, where=option, remedy="name another file, or remove this one")
     with writing(path, option):
+        if path.exists() and not _is_output(path, keys):
+            what = f"{path} is there already, and is no output of this command"
+            raise UserError(what, where=option, remedy="name another file, or remove this one")
         folder = Path(os.path.realpath(path)).parent
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

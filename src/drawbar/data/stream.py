@@ -186,7 +186,7 @@ class StreamLoader(Loader[Batch]):
         """
         if state["fingerprint"] not in self.settings.resumable:
             check_fingerprint(state["fingerprint"], self.settings.fingerprint)
-        before, now = state.get("code", {}), self.settings.code
+        before, now = state["code"], self.settings.code
         changed = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
         if changed:
             logger.warning(

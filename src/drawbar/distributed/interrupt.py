@@ -28,8 +28,9 @@ _DEAF_SECONDS = 1.0
 _HEARD = 0x80
 """Added to the number of a signal whose handler the main thread runs."""
 _listener: list[socket.socket] = []
-"""What a thread reads from; and what Python's own handler writes the number of each signal to, and the main thread then
-that it has heard it. Both go the same way, as their order tells: a thread of a busy machine may read late."""
+"""The two ends of a socket. A thread reads from the first. Into the second, Python itself writes the number of each
+signal, and the main thread that it runs the handler: their order tells which were heard, however late the thread
+reads."""
 
 
 def handle(handler: Handler, *numbers: signal.Signals, deaf: Handler | None = None) -> dict[signal.Signals, Any]:

@@ -33,8 +33,6 @@ T = TypeVar("T")
 _Item = tuple[str, torch.Size, torch.dtype]
 """A tensor that is sent: its name, shape and type."""
 
-_FILE_CHUNK = 2**26
-"""Bytes of a file that are sent at once."""
 _LAUNCHER_SECONDS = 10.0
 """Ranks of one launcher may come so long after one another before anybody is told."""
 _FOREVER = timedelta(days=3650)

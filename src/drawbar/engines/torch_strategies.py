@@ -18,10 +18,7 @@ from drawbar.engines.local_model import LocalModel, apply_dtypes, build_shards, 
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.engines.parts import EngineParts, Executor
 from drawbar.engines.stage_building import build_stages
-from drawbar.engines.state_access import (
-    StagesState,
-    TorchState,
-)
+from drawbar.engines.state_access import StagesState, TorchState
 from drawbar.engines.updaters import SquaredNorm, StagesSquaredNorm, TorchUpdater, model_squared_norm
 from drawbar.errors import ExitCode, UserError
 from drawbar.optim.optimizers import build_optimizers

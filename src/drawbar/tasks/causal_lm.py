@@ -21,7 +21,7 @@ from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.chat import ChatFormat, chat_prompt, parts_written, read_template
 from drawbar.tasks.generation import continuations, stop_with, takes_prompts_together
-from drawbar.tasks.messages import DOCUMENTS, SYSTEM, Chat, as_chat, check_message, message_text
+from drawbar.tasks.messages import Chat, as_chat, check_message, message_text
 from drawbar.tasks.pretrained import PretrainedTask, mean_and_perplexity
 from drawbar.tasks.record_shapes import ALPACA_INPUT, alpaca_prompt, reads_alpaca
 from drawbar.tasks.task import require
@@ -135,13 +135,14 @@ class CausalLM(PretrainedTask):
             return found
         chat = self._chat_of(record)
         written = parts_written(self.tokenizer, chat)
-        # documents that are no dicts, and a system text beside a message that has one
-        taken = {DOCUMENTS: DOCUMENTS in chat.options, SYSTEM: chat.messages[0].get("content") == record.get(SYSTEM)}
-        found |= {column: False for column, is_taken in taken.items() if not is_taken and record.get(column)}
-        return found | {
-            key if key in chat.options else f"{self.config.messages_column}.{key}": is_written
-            for key, is_written in written.items()
-        }
+        return (
+            found
+            | dict.fromkeys(chat.left_out, False)
+            | {
+                key if key in chat.options else f"{self.config.messages_column}.{key}": is_written
+                for key, is_written in written.items()
+            }
+        )
 
     def _conversation(self, record: dict[str, Any]) -> list[Sample] | None:
         chats = self.config.messages_column is not None

@@ -20,6 +20,8 @@ class Chat(NamedTuple):
     messages: list[Any]
     options: dict[str, Any] = {}
     """What the template gets besides: tools, documents, arguments of its own."""
+    left_out: tuple[str, ...] = ()
+    """Columns of the record that hold something else than the template could get."""
 
 
 SPEAKERS = ("system", "developer", "user", "assistant")
@@ -63,13 +65,18 @@ def as_chat(record: Mapping[str, Any], messages: list[Any]) -> Chat:
     options = {name: value for name, value in (arguments or {}).items() if value is not None}
     if tools:
         options[TOOLS] = [_from_json(tool) if isinstance(tool, str) else _without_none(tool) for tool in tools]
+    left_out = []
     if isinstance(documents, list) and all(isinstance(document, dict) for document in documents):
         options[DOCUMENTS] = documents
+    elif documents:
+        left_out.append(DOCUMENTS)
     messages = [_without_none(_from_sharegpt(message)) for message in messages]
     system = record.get(SYSTEM)
     if isinstance(system, str) and system.strip() and not _has_system(messages):
         messages = [{"role": "system", "content": system}, *messages]
-    return Chat(messages, options)
+    elif system:
+        left_out.append(SYSTEM)
+    return Chat(messages, options, tuple(left_out))
 
 
 def _from_sharegpt(message: Any) -> Any:

@@ -78,8 +78,8 @@ class Callback:
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """When the state of a step has been copied for its checkpoint, on every rank. The folder is written in the
-        background, by rank 0 or, in parts, by all ranks: it appears,
-        complete, in one moment; or, if the save fails (``checkpoint.on_error``), not at all."""
+        background, by rank 0 or, in parts, by all ranks: it appears, complete, in one moment; or, if the save fails
+        (``checkpoint.on_error``), not at all."""
 
     def on_exception(self, run: RunHandle, error: Exception) -> None:
         """Training ends with this error: on the ranks that raise it, which need not be all."""

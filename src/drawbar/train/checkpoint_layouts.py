@@ -104,7 +104,7 @@ class PartsLayout:
 
     def copy(self, step: int, values: Values, ensure_free_space: EnsureFreeSpace) -> Write | None:
         shards = self._copier.copy()
-        needed = sum(self._world.all_gather(shards.nbytes()))
+        [needed] = self._world.sum_counts([shards.nbytes()])
         rng = _gather_rng_states(self._world)
         common = None if rng is None else (_plain(values, shards.values), rng)
         self._count += 1

@@ -40,6 +40,11 @@ def test_instructions_are_those_of_training(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     found = [as_instruction(prompt) for prompt in read_prompts(str(tmp_path / "prompts.jsonl"), None, {}, True)]
     assert found == [alpaca_prompt("Add.", "1 1"), alpaca_prompt("Add.", ""), alpaca_prompt("Add.", "")]
+    renamed = read_prompts(str(tmp_path / "prompts.jsonl"), None, {"input": "prompt"}, True)
+    assert as_instruction(renamed[2]) == alpaca_prompt("Add.", None)
+    (tmp_path / "asked.jsonl").write_text('{"ask": "Add.", "with": "1 1"}\n')
+    rename = {"instruction": "ask", "input": "with"}
+    assert as_instruction(*read_prompts(str(tmp_path / "asked.jsonl"), None, rename, True)) == found[0]
 
 
 def test_a_record_without_a_prompt_is_named(tmp_path: Path) -> None:

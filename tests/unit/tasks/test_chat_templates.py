@@ -452,7 +452,8 @@ def test_what_a_template_does_not_write_is_known() -> None:
     ],
 )
 def test_what_a_record_gives_the_template(record: dict[str, Any], options: dict[str, Any]) -> None:
-    assert as_chat(record, CALLED) == Chat(CALLED, options)
+    chat = as_chat(record, CALLED)
+    assert (chat.messages, chat.options) == (CALLED, options)
 
 
 @pytest.mark.parametrize(
