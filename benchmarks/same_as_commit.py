@@ -126,7 +126,6 @@ KINDS = {
     "fsdp, lora": Kind("parallel.strategy=fsdp", 2, task="lora"),
     "tensor": Kind("parallel.tensor=2", 2),
     "tensor of gpt2": Kind("parallel.tensor=2", 2, task="gpt2"),
-    "context": Kind("parallel.context=2", 2),
     "pipeline": Kind("parallel.pipeline=2", 2),
     "ddp of seq2seq": Kind("parallel.strategy=ddp", 2, task="seq2seq"),
     "interleaved fsdp": Kind("parallel.strategy=fsdp parallel.pipeline=2 parallel.schedule=interleaved", 4),
