@@ -1,4 +1,4 @@
-"""``drawbar convert``: what other programs have saved goes on here, and what is saved here goes on there.
+"""``drawbar convert``: weights that other programs have saved become models, and what is saved here goes on there.
 
 torch's FSDP with its distributed checkpoint, DeepSpeed's engine and Hugging Face's Trainer are the real ones; every
 tensor is compared bit by bit.
@@ -6,6 +6,7 @@ tensor is compared bit by bit.
 
 import io
 import json
+from argparse import Namespace
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,8 @@ from torch import nn
 import drawbar
 from drawbar.checkpoint import CheckpointDirectory, read
 from drawbar.commands.conversion.convert_run import convert_run
-from drawbar.commands.conversion.import_run import import_run
+from drawbar.commands.conversion.import_weights import import_weights
 from drawbar.config.schema.run_config import RunConfig
-from drawbar.errors import UserError
 from harness import run_cli, run_ranks
 from runs import fit_in, losses
 from tiny import ARCHITECTURES, CPU, LENGTH, VOCABULARY, Numbers
@@ -56,12 +56,12 @@ def configuration(folder: Path, *settings: str) -> RunConfig:
         return drawbar.load_config("config.yaml", settings, Numbers.Config).config
 
 
-def take_over(folder: Path, source: Path, form: str, *settings: str) -> RunConfig:
-    """``drawbar convert SOURCE --from FORM --to-run config.yaml SETTINGS``, in this process."""
-    config = configuration(folder, *settings)
-    with chdir(folder):
-        assert import_run(source, form, config, Numbers) == 3
-    return config
+def first_weights(project: Path, model: Path) -> State:
+    """The weights of a run that begins with a model's folder, and learns nothing."""
+    name = f"from-{model.name}"
+    settings = (f"run.name={name}", f"task.model={model}", "task.from_scratch=null", "train.steps=1", "optim.lr=0")
+    fit_in(project, *settings, "optim.warmup=0", "eval.every=null", task=Numbers)
+    return saved_state(project / "runs" / name, 1)[0]
 
 
 def saved_state(run: Path, step: int = 3) -> tuple[State, State]:
@@ -150,9 +150,9 @@ def load_with_fsdp(folder: str, fields: dict[str, Any]) -> Any:
 
     model, optimizer = fsdp_model(fields)
     weights, state = get_state_dict(model, optimizer)
-    tree = {"model": weights, "optimizer": state}
+    tree = {"model": weights, "optimizer": {"state": state["state"]}}
     dcp.load(tree, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optimizer"])
+    set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=state)
     groups = [{"size": len(group["params"]), **group} for group in optimizer.param_groups]
     for group in groups:
         del group["params"]
@@ -217,112 +217,89 @@ def fields() -> dict[str, Any]:
     return {**ARCHITECTURES["llama"], "tie_word_embeddings": True}
 
 
-def test_a_dcp_folder_of_fsdp_becomes_a_run_and_goes_back(tmp_path: Path, fields: dict[str, Any]) -> None:
+@pytest.fixture
+def shape(tmp_path: Path, fields: dict[str, Any]) -> str:
+    """A folder that has the ``config.json`` of the peers' model, and nothing else."""
+    folder = tmp_path / "shape"
+    config = peer_model(fields).config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def check_model(project: Path, model: Path, expected: State) -> None:
+    """A run begins with these weights; ``lm_head.weight``, which is tied, may be left out of them."""
+    found = first_weights(project, model)
+    assert found["lm_head.weight"].equal(found["model.embed_tokens.weight"])
+    check_equal(found, {"lm_head.weight": found["lm_head.weight"], **expected})
+
+
+def test_weights_of_a_dcp_folder_become_a_model_and_a_run_goes_on_under_fsdp(
+    tmp_path: Path, fields: dict[str, Any], shape: str
+) -> None:
     write_project(tmp_path)
-    weights, state = from_first(save_with_fsdp, str(tmp_path / "theirs"), fields)
-    take_over(tmp_path, tmp_path / "theirs", "dcp")
-    run = tmp_path / "runs" / "here"
-    found = saved_state(run)
-    check_equal(found[0], weights)
-    check_equal(found[1], state)
+    weights, _ = from_first(save_with_fsdp, str(tmp_path / "theirs"), fields)
+    import_weights(tmp_path / "theirs", "dcp", shape, tmp_path / "model")
+    check_model(tmp_path, tmp_path / "model", weights)
 
-    fit_in(tmp_path, task=Numbers)  # goes on
-    assert list(losses(run)) == [4, 5, 6]
+    fit_in(tmp_path, task=Numbers)
     with chdir(tmp_path):
-        convert_run(configuration(tmp_path), Numbers, "latest", "dcp", tmp_path / "ours")
+        convert_run(configuration(tmp_path), "latest", "dcp", tmp_path / "ours")
     weights, state, groups = from_first(load_with_fsdp, str(tmp_path / "ours"), fields)
-    found = saved_state(run, 6)
+    found = saved_state(tmp_path / "runs" / "here", 6)
     check_equal(found[0], weights)
     check_equal(found[1], state)
-    assert [group["weight_decay"] for group in groups] == [DECAY, 0.0]
-    with chdir(tmp_path):
-        assert import_run(tmp_path / "ours", "dcp", configuration(tmp_path, "run.name=back"), Numbers) == 6
-    for ours, again in zip(saved_state(run, 6), saved_state(tmp_path / "runs" / "back", 6), strict=True):
-        check_equal(again, ours)
+    assert [(group["lr"], group["weight_decay"]) for group in groups] == [(LR, DECAY), (LR, 0.0)]
+    import_weights(tmp_path / "ours", "dcp", shape, tmp_path / "back")
+    check_model(tmp_path, tmp_path / "back", found[0])
 
 
-def test_deepspeed_folders_become_runs_and_go_back(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_weights_of_deepspeed_folders_become_models(tmp_path: Path, fields: dict[str, Any], shape: str) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
     write_project(tmp_path)
     stages = (1, 2, 3)
     saved = from_first(save_with_deepspeed, str(tmp_path), stages, fields)
-    for stage, (weights, state) in zip(stages, saved, strict=True):
-        take_over(tmp_path, tmp_path / f"zero{stage}", "deepspeed", f"run.name=of{stage}")
-        model, optimizer = saved_state(tmp_path / "runs" / f"of{stage}")
-        check_equal({name: model[name] for name in weights}, weights)
-        assert model.keys() - weights.keys() == {"lm_head.weight"}  # which is tied
-        assert model["lm_head.weight"].equal(model["model.embed_tokens.weight"])
-        check_equal({name: tensor for name, tensor in optimizer.items() if not name.endswith("/step")}, state)
-        assert {float(tensor) for name, tensor in optimizer.items() if name.endswith("/step")} == {3.0}
-    assert not list((tmp_path / "runs").glob(".convert*"))
+    for stage, (weights, _) in zip(stages, saved, strict=True):
+        import_weights(tmp_path / f"zero{stage}", "deepspeed", shape, tmp_path / f"of{stage}")
+        check_model(tmp_path, tmp_path / f"of{stage}", weights)
+        folder = tmp_path / f"zero{stage}" / "global_step3"
+        options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+        universal = tmp_path / f"universal{stage}"
+        ds_to_universal.main(
+            Namespace(input_folder=str(folder), output_folder=str(universal), inject_missing_state=True, **options)
+        )
+        import_weights(universal, "deepspeed", shape, tmp_path / f"of-universal{stage}")
+        check_model(tmp_path, tmp_path / f"of-universal{stage}", weights)
 
+
+def test_a_run_goes_on_under_deepspeed(tmp_path: Path, fields: dict[str, Any], shape: str) -> None:
+    write_project(tmp_path)
+    fit_in(tmp_path, "train.steps=3", task=Numbers)
     with chdir(tmp_path):
-        convert_run(configuration(tmp_path, "run.name=of2"), Numbers, "3", "deepspeed", tmp_path / "ours")
-    loaded = from_first(load_with_deepspeed, str(tmp_path / "ours"), (2, 3), fields)
-    for weights, state, global_steps, steps, decays in loaded:
-        check_equal(weights, saved[1][0])
-        check_equal(state, saved[1][1])
-        assert (global_steps, steps, decays) == (3, {3}, [DECAY, 0.0])
+        convert_run(configuration(tmp_path), "3", "deepspeed", tmp_path / "ours")
+    weights, state = saved_state(tmp_path / "runs" / "here")
+    import_weights(tmp_path / "ours", "deepspeed", shape, tmp_path / "back")
+    check_model(tmp_path, tmp_path / "back", weights)
+    del weights["lm_head.weight"]  # which is tied
+    state = {name: tensor for name, tensor in state.items() if not name.endswith("/step")}
+    for found, moments, *rest in from_first(load_with_deepspeed, str(tmp_path / "ours"), (2, 3), fields):
+        check_equal(found, weights)
+        check_equal(moments, state)
+        assert rest == [3, {3}, [DECAY, 0.0]]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_run_goes_on_from_a_trainers_checkpoint_as_the_trainer_does(tmp_path: Path, tied: bool) -> None:
+def test_a_trainers_checkpoint_is_a_model_as_it_is(tmp_path: Path, fields: dict[str, Any]) -> None:
     from transformers import Trainer, TrainingArguments
 
-    class Recorded(Trainer):
-        losses: list[float] = []
-
-        def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
-            loss = super().training_step(*args, **options)
-            self.losses.append(loss.item())
-            return loss
-
-    write_project(tmp_path, tied=tied)
-    rows = [json.loads(line)["tokens"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    write_project(tmp_path)
     arguments = TrainingArguments(
-        output_dir=str(tmp_path / "out"),
-        use_cpu=True,
-        per_device_train_batch_size=ROWS,
-        max_steps=6,
-        save_steps=3,
-        learning_rate=LR,
-        weight_decay=DECAY,
-        warmup_steps=2,
-        lr_scheduler_type="linear",
-        train_sampling_strategy="sequential",
-        report_to="none",
-        disable_tqdm=True,
+        output_dir=str(tmp_path / "out"), use_cpu=True, max_steps=1, save_steps=1, report_to="none", disable_tqdm=True
     )
-    samples = [{"input_ids": row, "labels": [-100, *row[1:]]} for row in rows]  # Trainer counts the labels unshifted
-    model = peer_model({**ARCHITECTURES["llama"], "tie_word_embeddings": tied})
-    trainer = Recorded(model, arguments, train_dataset=samples)
-    trainer.losses = []
+    rows = [json.loads(line)["tokens"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    trainer = Trainer(peer_model(fields), arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
     trainer.train()
-
-    source = tmp_path / "out" / "checkpoint-3"
-    take_over(tmp_path, source, "trainer")
-    model_found, optimizer = saved_state(tmp_path / "runs" / "here")
-    check_trainer_state(model_found, optimizer, source)
-    other = ("run.name=other", "task.from_scratch.num_attention_heads=2", "task.from_scratch.num_key_value_heads=1")
-    with pytest.raises(UserError, match="num_attention_heads is 4 there, and 2 here"):
-        take_over(tmp_path, source, "trainer", *other, "task.from_scratch.head_dim=8")
-    fit_in(tmp_path, task=Numbers)
-    run = losses(tmp_path / "runs" / "here")
-    assert list(run) == [4, 5, 6]
-    assert list(run.values()) == pytest.approx(trainer.losses[3:], rel=1e-5)
-    final = dict(trainer.model.state_dict())
-    for name, tensor in saved_state(tmp_path / "runs" / "here", 6)[0].items():
-        torch.testing.assert_close(tensor, final[name], rtol=1e-4, atol=1e-5)
-
-
-def check_trainer_state(model: State, optimizer: State, source: Path) -> None:
-    """Compare with the Trainer's files, whose parameters are matched by their moments' values alone."""
-    from safetensors.torch import load_file
-
-    stored = load_file(source / "model.safetensors")
-    check_equal({name: model[name] for name in stored}, stored)
-    moments = torch.load(source / "optimizer.pt", weights_only=True)["state"].values()
-    ours = sorted(float(tensor.double().sum()) for name, tensor in optimizer.items() if name.endswith("exp_avg"))
-    assert ours == sorted(float(values["exp_avg"].double().sum()) for values in moments)
+    check_model(tmp_path, tmp_path / "out" / "checkpoint-1", dict(trainer.model.state_dict()))
 
 
 @pytest.mark.parametrize("to", ["parts", "whole"])
@@ -332,7 +309,7 @@ def test_a_checkpoint_in_the_other_format_is_the_same_run(tmp_path: Path, to: st
     fit_in(tmp_path, f"checkpoint.layout={first}", "train.steps=3", task=Numbers)
     folder = tmp_path / "copies" / "other"
     with chdir(tmp_path):
-        assert convert_run(configuration(tmp_path), Numbers, "best", to, folder) == 3
+        assert convert_run(configuration(tmp_path), "best", to, folder) == 3
     for ours, other in zip(saved_state(tmp_path / "runs" / "here"), saved_state(folder), strict=True):
         check_equal(other, ours)
     assert (folder / "checkpoints" / "step-00000003" / "tensors.json").exists() == (to == "parts")

@@ -109,7 +109,7 @@ Examples:
   drawbar predict runs/demo --input new.tsv --output out.jsonl
   drawbar generate runs/demo --prompt "def main("    text from the model
   drawbar export runs/demo --to demo-model           a folder for transformers' from_pretrained
-  drawbar convert runs/demo --to dcp --output dcp     checkpoints of other programs, and back
+  drawbar convert runs/demo --to dcp --output dcp    a checkpoint for other programs
   drawbar checkpoint list runs/demo                  steps, sizes, and which is the best one
   drawbar parity config.yaml                         every strategy against one process
   drawbar doctor config.yaml                         what this machine is, and what is wrong with it

@@ -1,34 +1,32 @@
 """``drawbar convert``."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from drawbar.cli.complete_words import complete_run, complete_settings
+from drawbar.cli.complete_words import complete_run
 
 if TYPE_CHECKING:
-    from drawbar.errors import UserError
     from drawbar.tasks.task import Task
 
 
 @click.command(
-    short_help="Turn checkpoints into those of other programs, and back.",
+    short_help="Turn checkpoints into those of other programs, and theirs into models.",
     epilog="""\b
 Examples:
   drawbar convert runs/demo --to dcp --output demo-dcp              for torch.distributed.checkpoint
   drawbar convert runs/demo --to parts --output runs/in-parts       a run whose checkpoint is in parts
   drawbar convert runs/demo --checkpoint 1000 --to deepspeed --output demo-zero
-  drawbar convert out/checkpoint-500 --from trainer --to-run config.yaml
-  drawbar convert demo-dcp --from dcp --to-run config.yaml run.name=back
+  drawbar convert out/global_step500 --from deepspeed --model meta-llama/Llama-3.2-1B --output trained
+  drawbar convert dcp-folder --from dcp --model FOLDER --output trained
 
 \b
-After --to-run, `drawbar train` with the same configuration goes on from there.
+Start a run from the folder that --from writes by task.model=trained.
+A checkpoint folder of Hugging Face's Trainer is a model as it is: task.model=out/checkpoint-500.
 """,
 )
 @click.argument("source", type=click.Path(), shell_complete=complete_run)
-@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_settings)
 @click.option(
     "--to",
     type=click.Choice(["whole", "parts", "dcp", "deepspeed", "huggingface"]),
@@ -36,67 +34,66 @@ After --to-run, `drawbar train` with the same configuration goes on from there.
     "is in parts (format 2). dcp: a folder of torch.distributed.checkpoint. deepspeed: a universal checkpoint. "
     "huggingface: as `drawbar export`.",
 )
-@click.option("--output", type=click.Path(), metavar="DIR", help="With --to: the folder to write, a new one.")
+@click.option(
+    "--from",
+    "form",
+    type=click.Choice(["dcp", "deepspeed"]),
+    help="What SOURCE is, if no run: a checkpoint of torch.distributed.checkpoint, or of DeepSpeed (ZeRO or "
+    "universal). Its weights become a folder for task.model; its optimizer state is not taken.",
+)
+@click.option("--output", type=click.Path(), metavar="DIR", required=True, help="The folder to write, a new one.")
 @click.option(
     "--checkpoint",
     metavar="best|latest|STEP|PATH",
     help="With --to: which checkpoint. Default: the latest.",
 )
 @click.option(
-    "--from",
-    "form",
-    type=click.Choice(["dcp", "deepspeed", "trainer"]),
-    help="What SOURCE is, if no run: a checkpoint of torch.distributed.checkpoint, of DeepSpeed (ZeRO or universal), "
-    "or of Hugging Face's Trainer.",
+    "--model",
+    metavar="NAME|FOLDER",
+    help="With --from: the model that was trained, for its config.json and tokenizer. Its weights are not read.",
 )
-@click.option("--to-run", "config", metavar="CONFIG", help="With --from: the configuration of the run to make of it.")
 @click.pass_obj
 def convert(
     task: "type[Task] | None",
     source: str,
-    settings: tuple[str, ...],
     to: str | None,
-    output: str | None,
-    checkpoint: str | None,
     form: str | None,
-    config: str | None,
+    output: str,
+    checkpoint: str | None,
+    model: str | None,
 ) -> None:
-    """Write a checkpoint of SOURCE (a run directory) in another format, or make a run of another program's checkpoint.
+    """Write a checkpoint of SOURCE (a run directory) in another format, or the weights of another trainer's
+    checkpoint as a model.
 
-    It takes one process and the CPU, and little more memory than the largest tensors; from a ZeRO checkpoint of
-    DeepSpeed that of one rank's file, and to huggingface that of one file of weights (5 GB).
+    It takes one process and the CPU, and little more memory than the largest tensors; to huggingface and with
+    --from that of one file of weights (5 GB), and from a checkpoint of ZeRO stage 1 or 2 that of all weights.
     """
-    options = {"--output": output, "--checkpoint": checkpoint, "--to-run": config, "KEY=VALUE": settings or None}
-    if form is not None and to is None:
-        _check_options("--from", options, needed="--to-run", allowed="KEY=VALUE")
-        _to_run(task, _folder(source, "SOURCE"), form, (str(config), *settings))
-    elif to is not None and form is None:
-        _check_options("--to", options, needed="--output", allowed="--checkpoint")
-        _from_run(task, _folder(source, "SOURCE"), to, _folder(str(output), "--output"), checkpoint or "latest")
+    _check_options(to, form, checkpoint, model)
+    if to is not None:
+        _from_run(task, _folder(source, "SOURCE"), to, _folder(output, "--output"), checkpoint or "latest")
     else:
-        raise _refused(
-            "it takes either --to or --from" + (", not both" if to is not None else ": neither is given"),
-            "the command line",
-        )
+        _to_model(_folder(source, "SOURCE"), str(form), str(model), _folder(output, "--output"))
 
 
-def _check_options(of: str, options: Mapping[str, object], needed: str, allowed: str) -> None:
-    """Refuse a command line that lacks the option ``needed``, or has one that is not for ``of``."""
-    for name, value in options.items():
-        if value is not None and name not in (needed, allowed):
-            raise _refused(f"{name} does not go with {of}", name)
-    if options[needed] is None:
-        raise _refused(f"{of} needs {needed}, which is not given", needed)
-
-
-def _refused(what: str, where: str) -> "UserError":
+def _check_options(to: str | None, form: str | None, checkpoint: str | None, model: str | None) -> None:
     from drawbar.errors import UserError
 
-    remedy = (
-        "give --to and --output for a run, or --from and --to-run for a checkpoint of another program: see "
-        "`drawbar convert --help`"
-    )
-    return UserError(what, where=where, remedy=remedy)
+    what = None
+    if (to is None) == (form is None):
+        where = "the command line"
+        what = "it takes either --to or --from" + (", not both" if to is not None else ": neither is given")
+    elif to is not None and model is not None:
+        what, where = "--model does not go with --to", "--model"
+    elif form is not None and checkpoint is not None:
+        what, where = "--checkpoint does not go with --from", "--checkpoint"
+    elif form is not None and model is None:
+        what, where = "--from needs --model, which is not given", "--model"
+    if what is not None:
+        remedy = (
+            "give --to for a run, or --from and --model for a checkpoint of another program: see "
+            "`drawbar convert --help`"
+        )
+        raise UserError(what, where=where, remedy=remedy)
 
 
 def _folder(text: str, where: str) -> Path:
@@ -127,19 +124,15 @@ def _from_run(task: "type[Task] | None", source: Path, to: str, output: Path, ch
     if to == "huggingface":
         export_run(loaded.config, task, output, checkpoint, ExportFormat())
         return
-    step = convert_run(loaded.config, task, checkpoint, to, output)
+    step = convert_run(loaded.config, checkpoint, to, output)
     print(f"{output}: step {step}")
 
 
-def _to_run(task: "type[Task] | None", source: Path, form: str, arguments: tuple[str, ...]) -> None:
-    from drawbar.cli.arguments import load
-    from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
+def _to_model(source: Path, form: str, model: str, output: Path) -> None:
     from drawbar.util.torch_imports import quick_imports
 
-    loaded = load(arguments, task)
-    check_rules(loaded, RULES + TRAIN_RULES)
     with quick_imports():
-        from drawbar.commands.conversion.import_run import import_run
+        from drawbar.commands.conversion.import_weights import import_weights
 
-    step = import_run(source, form, loaded.config, task)
-    print(f"{loaded.config.run_dir}: step {step}; `drawbar train` goes on from there")
+    import_weights(source, form, model, output)
+    print(f"{output}: a model for task.model; its optimizer state is not taken: training begins with a fresh one")

@@ -274,11 +274,6 @@ class TrainLoader(Loader[Batch]):
         )  # first: a stream's state does not fit DataPosition
         self.position = DataPosition(**state)
 
-    def position_after(self, step: int) -> DataPosition:
-        """Position in the data after so many steps of this loader from the first sample."""
-        epoch, steps = divmod(step, -(-self.sampler.size // self.global_batch))
-        return DataPosition(epoch, steps * self.global_batch, self.rows.fingerprint)
-
     def _plan_from(self, position: DataPosition) -> None:
         self._planned = position
 

@@ -156,7 +156,7 @@ class Engine:
         self._state.load_optimizer(state.optimizer)
         self.step = state.values["step"]
         self.updater.load_scaler_state(state.values["scaler"])
-        if state.values["precision"] not in ("auto", self.config.precision):  # auto: `drawbar convert` has made it
+        if state.values["precision"] != self.config.precision:
             logger.warning("saved with precision %s, resumed with %s", state.values["precision"], self.config.precision)
 
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -317,18 +317,22 @@ def _log_new_weights(name: str, info: dict[str, Any], is_new: Callable[[str], bo
         logger.warning("%s has no weights for %s: they start from random values", name, _some(lost))
 
 
-def warn_of_unused(name: str, model: nn.Module, unused: Iterable[str]) -> None:
-    """Warn of stored base-model weights that the model has no parameters for. Those of other heads and poolers are
-    usual, as are buffers that an architecture no longer saves: these are not reported."""
+def warn_of_unused(name: str, model: nn.Module, stored: Iterable[str]) -> None:
+    """Warn of ``unused_weights``."""
+    if lost := unused_weights(model, stored):
+        logger.warning("%s has weights that the model has no place for, and they are left out: %s", name, _some(lost))
+
+
+def unused_weights(model: nn.Module, stored: Iterable[str]) -> list[str]:
+    """Of stored names that the model does not have, those of base-model weights. Those of other heads and poolers are
+    usual, as are buffers that an architecture no longer saves."""
     body = {part for part, _ in model.base_model.named_children()}
     dropped = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or ()), *_DROPPED_BUFFERS]))
-    lost = [
+    return [
         key
-        for key in sorted(unused)
+        for key in sorted(stored)
         if key.removeprefix(f"{model.base_model_prefix}.").partition(".")[0] in body and not dropped.search(key)
     ]
-    if lost:
-        logger.warning("%s has weights that the model has no place for, and they are left out: %s", name, _some(lost))
 
 
 def _some(names: list[str]) -> str:

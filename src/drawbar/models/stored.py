@@ -61,7 +61,7 @@ def build_meta_model(name: str, head: Head = "causal_lm", find_weights: bool = T
     return from_hub(build, name)
 
 
-def stored_tensors(name: str, model: nn.Module, buffers: bool = False) -> TensorFiles | None:
+def stored_tensors(name: str, model: nn.Module) -> TensorFiles | None:
     """The pretrained weights of all parameters of ``model``, under its names and in the types of the files.
 
     None where the files do not hold all of them as they are: there are new heads or more tokens, or transformers
@@ -70,7 +70,6 @@ def stored_tensors(name: str, model: nn.Module, buffers: bool = False) -> Tensor
     Args:
         name: a folder or a hub name.
         model: as ``build_meta_model`` returns it.
-        buffers: give those that the files have, too.
 
     Raises:
         UserError: the model does not exist, is a folder without safetensors, or has one that is cut short.
@@ -88,8 +87,6 @@ def stored_tensors(name: str, model: nn.Module, buffers: bool = False) -> Tensor
         if stored is None or files.shape(stored) != parameter.shape:
             return None
         found |= dict.fromkeys(names, stored)
-    if buffers:
-        found |= {own: own for own in model.state_dict() if own in files and own not in found}
     warn_of_unused(name, model, files.keys() - model.state_dict().keys())
     return files.renamed(found)
 

@@ -114,8 +114,8 @@ def fit_micro_batch(
 ) -> FoundMicroBatch | None:
     """Set the loader's micro-batches to what fits into the memory. Every rank calls it.
 
-    A resumed run keeps its stored size, if nothing that ``_found_with`` lists has changed; without a stored size (a run
-    that `drawbar convert` has made), it keeps the loader's micro-batches, of at most ``MICRO_BATCH_TOKENS`` tokens.
+    A resumed run keeps its stored size, if nothing that ``_found_with`` lists has changed; without a stored size, it
+    keeps the loader's micro-batches, of at most ``MICRO_BATCH_TOKENS`` tokens.
 
     Args:
         memory: None to leave the loader as it is.

@@ -12,7 +12,7 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import RESOLVED, Snapshot, Unusable
 from drawbar.checkpoint.load import read_state
 from drawbar.config.schema.run_config import RunConfig
-from drawbar.data.loader import Loader, TrainLoader
+from drawbar.data.loader import Loader
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EngineState
@@ -51,7 +51,7 @@ def with_original_choices(config: RunConfig, checkpoint: Path, world: Distribute
     )
     begun = with_cross_entropy_of(begun, state)
     fastest = choose_precision(config.precision, world.device)
-    if begun.precision not in ("auto", fastest):
+    if begun.precision != fastest:
         logger.warning("precision: %s, as the run began; here %s would be faster", begun.precision, fastest)
     return begun
 
@@ -114,9 +114,7 @@ def restore_rest(
     """
     values, forked = rest.state, start.forked
     assert start.checkpoint is not None
-    if values["data"] is None:
-        _go_on_after(rest.step, loader)
-    elif forked:
+    if forked:
         _load_where_it_fits(loader, values["data"])
     else:
         loader.load(values["data"])
@@ -190,14 +188,6 @@ def _load_where_it_fits(loader: Loader, data: dict[str, Any]) -> None:
         loader.load(data)
     except UserError as error:
         logger.warning("the data begins at its first sample: %s", error.what)
-
-
-def _go_on_after(step: int, loader: Loader) -> None:
-    """For a checkpoint that `drawbar convert` has made: go on where this run's data would stand after as many steps."""
-    if isinstance(loader, TrainLoader):
-        loader.position = loader.position_after(step)
-    else:
-        logger.warning("the data begin at their first record: nothing says which ones of a stream were trained on")
 
 
 def _restore_generators(rng: dict[str, torch.Tensor], seed: int, step: int, world: Distributed) -> None:

@@ -328,7 +328,7 @@ def check_base(snapshot: Snapshot, base: FrozenBaseInfo | None) -> None:
     """
     if base is None:
         return
-    if snapshot.state["base"] not in (None, base.digest):  # None: made by `drawbar convert`
+    if snapshot.state["base"] != base.digest:
         raise UserError(
             "the weights of the pretrained model are not those that the adapters of this run were trained on",
             where="task.model",

@@ -10,7 +10,7 @@ METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 _ONLY_OF_RUNS = (LOCK_FILE, STATUS_FILE, METRICS_FILE, CHECKPOINTS)
 """Names that only a run directory has; each run directory has at least one. The lock file is there before
-``config.yaml``, but a copy may lack it, as it is hidden. A run converted from another program has only checkpoints."""
+``config.yaml``, but a copy may lack it, as it is hidden. What `drawbar convert` writes has only checkpoints."""
 
 
 def is_run_dir(folder: Path) -> bool:
