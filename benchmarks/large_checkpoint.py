@@ -17,8 +17,7 @@ import numpy as np
 
 from drawbar.checkpoint.block_checksums import checksums_size
 from drawbar.checkpoint.format import FileEntry
-from drawbar.checkpoint.part_record import PartFile, PartRecord, TensorInfo
-from drawbar.checkpoint.tensor_index import TensorIndex, intersections
+from drawbar.checkpoint.tensor_index import PartFile, PartRecord, TensorIndex, TensorInfo, intersections
 
 LAYERS, HIDDEN, INNER, KEYS, WORDS = 80, 8192, 28672, 1024, 128256
 """Llama 3 70B."""

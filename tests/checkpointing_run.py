@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from drawbar.checkpoint.inspection import problems
-from drawbar.checkpoint.load import open_snapshot, step_folders
+from drawbar.checkpoint.read import open_snapshot, step_folders
 from faulty_disk import Ended, FaultyDisk
 from points import write_points
 from runs import losses, scores

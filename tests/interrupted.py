@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from conftest import make_project
-from drawbar.checkpoint.load import open_snapshot
+from drawbar.checkpoint.read import open_snapshot
 from harness import Finished, run_cli
 from runs import losses
 

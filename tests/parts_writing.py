@@ -1,18 +1,17 @@
 """A checkpoint in parts, made from whole tensors that were cut at random."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from drawbar.checkpoint import read
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import step_name
-from drawbar.checkpoint.part_commit import begin_parts, commit_parts
-from drawbar.checkpoint.part_record import PartRecord
-from drawbar.checkpoint.part_writer import write_part
+from drawbar.checkpoint.read import read_snapshot
+from drawbar.checkpoint.tensor_index import PartRecord
+from drawbar.checkpoint.write import write_common_files, write_part
 from drawbar.runtime.tensor_boxes import TensorBox
 
 Box = tuple[tuple[int, int], ...]
@@ -68,6 +67,20 @@ def state_of(rng: random.Random) -> tuple[dict[str, torch.Tensor], dict[str, tor
     return model, optimizer | {"layer.weight/step": torch.tensor(12.0)}
 
 
+def begin_parts(directory: CheckpointDirectory, step: int) -> Path:
+    return directory.begin_write(step_name(step))
+
+
+def commit_parts(
+    directory: CheckpointDirectory,
+    step: int,
+    records: Iterable[PartRecord],
+    state: dict[str, Any],
+    rng: Mapping[str, torch.Tensor],
+) -> None:
+    directory.finish_write(step_name(step), lambda folder: write_common_files(folder, step, records, state, rng))
+
+
 def write_parts(
     directory: CheckpointDirectory,
     step: int,
@@ -91,7 +104,7 @@ def write_parts(
 
 def rewrite_in_parts(directory: CheckpointDirectory, step: int) -> None:
     """Write a checkpoint of whole tensors anew, in parts, as if several ranks had saved it."""
-    found = read(directory.resolve(str(step)))
+    found = read_snapshot(directory.resolve(str(step)))
     first: dict[bytes, str] = {}
     aliases = {
         name: stored for name, tensor in found.model.items() if (stored := _first_of(first, name, tensor)) != name

@@ -55,7 +55,7 @@ def scores(run: Path) -> dict[int, dict[str, float]]:
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     """The weights of a checkpoint."""
-    return load_file(run / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+    return load_file(run / "checkpoints" / f"step-{step:08d}" / "model-00000.safetensors")
 
 
 def largest_difference(one: dict[int, float], other: dict[int, float]) -> float:

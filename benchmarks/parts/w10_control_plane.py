@@ -188,7 +188,7 @@ def _checkpoint(ranks: int, folder: Path) -> Share:
     import torch
 
     from drawbar.checkpoint.format import Snapshot
-    from drawbar.checkpoint.save import write_files
+    from drawbar.checkpoint.write import write_files
     from drawbar.runtime.seed import rng_state
 
     own = rng_state(torch.device("cpu"))

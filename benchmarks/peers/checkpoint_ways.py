@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from drawbar.checkpoint.all_ranks import read_on_all_ranks
+from drawbar.checkpoint.async_writer import AsyncWriter
 from drawbar.checkpoint.directory import CheckpointDirectory
-from drawbar.checkpoint.writer import AsyncWriter
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EngineState

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot, step_name
-from drawbar.checkpoint.load import open_snapshot
+from drawbar.checkpoint.read import open_snapshot
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import OptimSection, ParallelSection, TrainSection
 from drawbar.distributed.process_group import Distributed

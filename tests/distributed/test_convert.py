@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 import drawbar
-from drawbar.checkpoint import CheckpointDirectory, read
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.read import read_snapshot
 from drawbar.commands.conversion.convert_run import convert_run
 from drawbar.commands.conversion.import_weights import import_weights
 from drawbar.config.schema.run_config import RunConfig
-from harness import run_cli, run_ranks
-from runs import fit_in, losses
+from harness import run_ranks
+from runs import fit_in
 from tiny import ARCHITECTURES, CPU, LENGTH, VOCABULARY, Numbers
 
 State = dict[str, torch.Tensor]
@@ -65,7 +66,7 @@ def first_weights(project: Path, model: Path) -> State:
 
 
 def saved_state(run: Path, step: int = 3) -> tuple[State, State]:
-    snapshot = read(CheckpointDirectory(run / "checkpoints").resolve(str(step)))
+    snapshot = read_snapshot(CheckpointDirectory(run / "checkpoints").resolve(str(step)))
     return dict(snapshot.model), dict(snapshot.optimizer)
 
 
@@ -300,21 +301,3 @@ def test_a_trainers_checkpoint_is_a_model_as_it_is(tmp_path: Path, fields: dict[
     trainer = Trainer(peer_model(fields), arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
     trainer.train()
     check_model(tmp_path, tmp_path / "out" / "checkpoint-1", dict(trainer.model.state_dict()))
-
-
-@pytest.mark.parametrize("to", ["parts", "whole"])
-def test_a_checkpoint_in_the_other_format_is_the_same_run(tmp_path: Path, to: str) -> None:
-    write_project(tmp_path)
-    first = "whole" if to == "parts" else "parts"
-    fit_in(tmp_path, f"checkpoint.layout={first}", "train.steps=3", task=Numbers)
-    folder = tmp_path / "copies" / "other"
-    with chdir(tmp_path):
-        assert convert_run(configuration(tmp_path), "best", to, folder) == 3
-    for ours, other in zip(saved_state(tmp_path / "runs" / "here"), saved_state(folder), strict=True):
-        check_equal(other, ours)
-    assert (folder / "checkpoints" / "step-00000003" / "tensors.json").exists() == (to == "parts")
-    done = run_cli("checkpoint", "verify", str(folder), cwd=tmp_path)
-    assert done.code == 0, done.err
-    fit_in(tmp_path, task=Numbers)
-    fit_in(tmp_path, "run.dir=copies", "run.name=other", task=Numbers)
-    assert losses(folder) == {step: loss for step, loss in losses(tmp_path / "runs" / "here").items() if step > 3}

@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from drawbar.checkpoint import CheckpointDirectory, Snapshot, read
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import Snapshot
+from drawbar.checkpoint.read import read_snapshot
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import (
     CausalLMConfig,
@@ -68,7 +70,7 @@ def save(folder: Path, fields: dict[str, int]) -> None:
 
 
 def saved(folder: Path) -> Mapping[str, torch.Tensor]:
-    return read(folder / "checkpoints" / "step-00000001").model
+    return read_snapshot(folder / "checkpoints" / "step-00000001").model
 
 
 def build(folder: Path, parallel: ParallelSection, world: Distributed) -> Engine:

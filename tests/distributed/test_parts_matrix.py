@@ -15,11 +15,9 @@ import torch
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import step_name
 from drawbar.checkpoint.inspection import problems
-from drawbar.checkpoint.load import open_snapshot
-from drawbar.checkpoint.part_commit import begin_parts, commit_parts
-from drawbar.checkpoint.part_files import PartFiles
-from drawbar.checkpoint.part_record import PartRecord
-from drawbar.checkpoint.part_writer import write_part
+from drawbar.checkpoint.read import PartFiles, open_snapshot
+from drawbar.checkpoint.tensor_index import PartRecord
+from drawbar.checkpoint.write import write_part
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import OptimSection, ParallelSection, TrainSection
 from drawbar.distributed.process_group import Distributed
@@ -29,6 +27,7 @@ from drawbar.engines.local_shards import ShardCopier
 from drawbar.engines.results import EngineState
 from exhaustive import ALL, some
 from harness import run_ranks
+from parts_writing import begin_parts, commit_parts
 from tiny import CPU, random_step, tiny_config, tiny_engine, vector
 
 LAST_SAVED, LAST = 3, 8

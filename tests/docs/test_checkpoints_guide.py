@@ -6,7 +6,7 @@ from pathlib import Path
 from made_up import write_data
 from pages import run_commands, write_files
 
-from drawbar.checkpoint import CheckpointDirectory
+from drawbar.checkpoint.directory import CheckpointDirectory
 from harness import run_script
 from parts_writing import state_of, write_parts
 

@@ -34,7 +34,7 @@ class Full(drawbar.Callback):
                 time.sleep(0.01)
             left = folder / "step-00000005.tmp"
             left.mkdir()
-            fill(left / "model.safetensors")
+            fill(left / "model-00000.safetensors")
         if info.step == 25:
             while not (folder / "step-00000020").exists():
                 time.sleep(0.01)
@@ -60,7 +60,7 @@ import drawbar.train.trainer
 import torch.distributed.checkpoint.state_dict
 import transformers.models.llama.modeling_llama
 import harness
-from drawbar.checkpoint import CheckpointDirectory
+from drawbar.checkpoint.directory import CheckpointDirectory
 
 project, runs = Path(sys.argv[2]), json.loads(sys.argv[3])
 filler = project / "filler"

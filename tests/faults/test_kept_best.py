@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import drawbar
-from drawbar.checkpoint import CheckpointDirectory, space
-from drawbar.checkpoint.load import read_state
+from drawbar.checkpoint import space
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.read import read_state
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.util.best_score import BestScore

@@ -14,9 +14,9 @@ import torch
 
 import drawbar
 from conftest import make_project
-from drawbar.checkpoint import CheckpointDirectory
-from drawbar.checkpoint.load import open_snapshot
+from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.object_store import ObjectStore
+from drawbar.checkpoint.read import open_snapshot
 from drawbar.checkpoint.remote_owner import RemoteOwner, wait_until_owner_ended
 from drawbar.errors import ExitCode, UserError
 from harness import Finished, run_cli, start_cli, wait_until
@@ -141,7 +141,7 @@ def test_a_refused_copy_leaves_no_run_behind(
 ) -> None:
     fit(*SETTINGS, remote)
     for name in server.names(f"{folder}/checkpoints/"):
-        if name.endswith("model.safetensors"):
+        if name.endswith("model-00000.safetensors"):
             server.s3.put_object(Bucket=BUCKET, Key=f"{folder}/checkpoints/{name}", Body=b"not this")
     lose_the_disk(project)
     for _ in range(2):
@@ -208,7 +208,7 @@ def test_a_damaged_copy(
 ) -> None:
     fit(*SETTINGS, remote)
     assert server.steps(folder)[-2:] == [8, 12]
-    key = f"{folder}/checkpoints/step-00000012/optimizer.safetensors"
+    key = f"{folder}/checkpoints/step-00000012/optimizer-00000.safetensors"
     content = bytearray(server.read(key))
     content[len(content) // 3] ^= 1
     server.write(key, bytes(content))
@@ -216,7 +216,7 @@ def test_a_damaged_copy(
     done = run_cli(*TRAIN, remote, cwd=project, env=server.env)
     assert done.code == 0, done.err
     assert "step-00000012 of s3://" in done.err, done.err
-    assert "optimizer.safetensors has the checksum" in done.err
+    assert "optimizer-00000.safetensors has the checksum" in done.err
     check_same(run, whole)
     assert bytes(content) != server.read(key)
     lose_the_disk(project)
@@ -237,7 +237,7 @@ def test_damage_on_the_disk_is_mended_from_the_store(
     """The damaged files have the right size."""
     fit(*SETTINGS, remote, "train.steps=8")
     for step in damaged:
-        path = run / "checkpoints" / f"step-{step:08d}" / "model.safetensors"
+        path = run / "checkpoints" / f"step-{step:08d}" / "model-00000.safetensors"
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
@@ -285,7 +285,7 @@ def test_told_to_stop_while_it_copies(
     begun = threading.Event()
 
     def slow(_: int, method: str, path: str) -> None:
-        if method == "PUT" and path.endswith("/model.safetensors"):
+        if method == "PUT" and path.endswith("/model-00000.safetensors"):
             begun.set()
             time.sleep(1.5)
 

@@ -163,7 +163,7 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     assert run_cli("train", "config.yaml", cwd=project).code == 0
     expected = losses(project / "runs" / "tiny")
-    newest = project / "runs" / "tiny" / "checkpoints" / "step-00000012" / "model.safetensors"
+    newest = project / "runs" / "tiny" / "checkpoints" / "step-00000012" / "model-00000.safetensors"
     damaged = bytearray(newest.read_bytes())
     damaged[-1] ^= 1
     newest.write_bytes(damaged)

@@ -112,7 +112,9 @@ def test_room_for_a_run(tmp_path: Path) -> None:
         check_run_folder(tmp_path / "file" / "tiny")
     checkpoint = tmp_path / "tiny" / "checkpoints" / "step-00000005"
     checkpoint.mkdir(parents=True)
-    os.truncate(os.open(checkpoint / "model.safetensors", os.O_WRONLY | os.O_CREAT), 2**42)  # a hole: takes no room
+    os.truncate(
+        os.open(checkpoint / "model-00000.safetensors", os.O_WRONLY | os.O_CREAT), 2**42
+    )  # a hole: takes no room
     with pytest.raises(UserError, match=r"4,194,304 MiB needed"):
         check_run_folder(tmp_path / "tiny")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "tiny"]

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import MANIFEST_FILE, Snapshot, Unusable, file_entry
-from drawbar.checkpoint.load import explain_read_errors, open_snapshot_folder, verify_except_parts
+from drawbar.checkpoint.read import explain_read_errors, open_snapshot
 from drawbar.checkpoint.space import check_space
 from drawbar.distributed.file_broadcast import FileBroadcast
 from drawbar.distributed.process_group import Distributed
@@ -19,17 +19,15 @@ T = TypeVar("T")
 
 
 def read_on_all_ranks(path: Path, world: Distributed) -> Snapshot:
-    """Like ``read``, on every rank; rank 0 verifies the files. Nodes that do not see them get a copy, which is gone
-    when the snapshot is.
+    """Like ``open_snapshot``, on every rank. Nodes that do not see the files get a copy, which is gone when
+    the snapshot is.
 
     Raises:
-        Unusable: rank 0 finds it damaged, or of another format; on every rank.
+        Unusable: it is damaged, or of another format; on every rank.
         UserError: the disk cannot be read on some rank; on every rank.
     """
-    activity = f"reading {path}"
-    run_on_all_ranks(path, world, activity, lambda: verify_except_parts(path) if world.is_rank0 else None)
     with seen_by_all_nodes(path, MANIFEST_FILE, world) as folder:
-        return run_on_all_ranks(path, world, activity, lambda: open_snapshot_folder(folder))
+        return run_on_all_ranks(path, world, f"reading {path}", lambda: open_snapshot(folder))
 
 
 def run_on_all_ranks(path: Path, world: Distributed, activity: str, work: Callable[[], T]) -> T:

@@ -1,7 +1,11 @@
-"""A run's ``checkpoints/`` folder: each checkpoint in it is complete or absent, whenever the process is killed."""
+"""A run's ``checkpoints/`` folder: each checkpoint in it is complete or absent, whenever the process is killed.
+
+A suffix marks each folder that is being written, replaced or deleted, so that a folder without one is complete.
+"""
 
 import logging
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,10 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drawbar.checkpoint.checked_files import check_sizes
-from drawbar.checkpoint.folder_moves import TMP, delete, remove, rename_to_replaced, with_suffix
 from drawbar.checkpoint.format import REPLACED, Damaged, OtherFormat, Snapshot, Unusable, step_name
-from drawbar.checkpoint.load import (
+from drawbar.checkpoint.read import (
+    check_sizes,
     complete_checkpoints,
     explain_read_errors,
     explain_unusable,
@@ -22,14 +25,18 @@ from drawbar.checkpoint.load import (
     unusable_error,
     verify_except_parts,
 )
-from drawbar.checkpoint.save import write_files, write_with_changed_state
 from drawbar.checkpoint.space import REMEDIES, DiskFault, free_text
+from drawbar.checkpoint.write import write_files, write_with_changed_state
 from drawbar.errors import ExitCode, UserError
 from drawbar.util.atomic_files import retried, sync, write_durably
 from drawbar.util.best_score import BEST_FILE, BestScore
 
 logger = logging.getLogger("drawbar")
 
+TMP = ".tmp"
+"""Suffix of what is still being written."""
+DELETING = ".deleting"
+"""Suffix of what is being deleted, so that half of a checkpoint never carries the name of a whole one."""
 UNUSABLE = ".unusable"
 """Suffix of what was set aside: it stays for people to look at, and is never counted, used or deleted."""
 
@@ -64,9 +71,12 @@ class CheckpointDirectory:
         with explain_read_errors(self.path):
             return complete_checkpoints(self.path)
 
-    def find_newest_usable(self) -> NewestUsable:
-        """Verify the checkpoints, newest first, up to the first that matches its checksums. Of part files only the size
-        is checked: their blocks are verified when they are read.
+    def find_newest_usable(self, verify: Callable[[Path], object] = verify_except_parts) -> NewestUsable:
+        """Verify the checkpoints, newest first, up to the first that matches its checksums.
+
+        Args:
+            verify: raises Unusable and OSError. By default, of part files only the size is checked: their blocks are
+                verified when they are read.
 
         Raises:
             UserError: the disk cannot be read.
@@ -76,7 +86,7 @@ class CheckpointDirectory:
             set_aside = [self.path / name for name in sorted(folders_in(self.path)) if UNUSABLE in name]
             for _, folder in step_folders(self.path):
                 try:
-                    verify_except_parts(folder)
+                    verify(folder)
                     return NewestUsable(folder, unusable, set_aside)
                 except Unusable as reason:
                     unusable[folder] = reason
@@ -133,6 +143,15 @@ class CheckpointDirectory:
                 remedy=f"name a checkpoint: latest, or one of these steps: {steps}; or delete that file. "
                 "The next save of the run writes it anew",
             ) from error
+
+    def kept_as_best(self) -> set[int]:
+        """The step that ``best.json`` names, if there is one, which no rotation may delete. Where that file is damaged,
+        all steps, as any of them may be the best one: the next save writes it anew."""
+        try:
+            best = self.best_record()
+        except UserError:
+            return set(self.steps())
+        return set() if best is None else {best.step}
 
     def best(self) -> Path | None:
         """The best checkpoint; None where no evaluation has chosen one, or it is kept no longer.
@@ -233,7 +252,7 @@ class CheckpointDirectory:
         self.finish_write(name, write_content)
 
     def begin_write(self, name: str) -> Path:
-        """A new, empty folder in which several processes write the checkpoint ``name``: see ``part_commit``.
+        """A new, empty folder in which several processes write the checkpoint ``name``: see ``write``.
 
         Raises:
             UserError: as ``write`` does.
@@ -275,7 +294,7 @@ class CheckpointDirectory:
         tmp = with_suffix(final, TMP)
         with self.explain_write_errors(name, tmp):
             write_content(tmp)
-            replaced = rename_to_replaced(final)
+            replaced = _rename_to_replaced(final)
             tmp.rename(final)
             sync(self.path)
         if replaced is not None:
@@ -362,3 +381,42 @@ def _is_complete(folder: Path, unknown: bool) -> bool:
     except OSError:
         return unknown
     return True
+
+
+def _rename_to_replaced(final: Path) -> Path | None:
+    """Rename the checkpoint ``final``, if it exists, so that a new one can take its name. Returns its new path, under
+    which readers still find it; None where there was no such checkpoint."""
+    if not final.exists():
+        return None
+    replaced = with_suffix(final, REPLACED)
+    if replaced.exists():
+        delete(replaced)
+    final.rename(replaced)
+    return replaced
+
+
+def delete(path: Path) -> None:
+    """Delete a folder or file. Only warns where it cannot: that is no reason to end a run."""
+    try:
+        if path.name.endswith((TMP, DELETING)):
+            remove(path)
+            return
+        doomed = with_suffix(path, DELETING)
+        remove(doomed)
+        path.rename(doomed)
+        remove(doomed)
+    except OSError as error:
+        logger.warning("%s could not be deleted: %s", path, error.strerror)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder or file, if there is one. Raises OSError."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif path.exists():
+        path.unlink()
+
+
+def with_suffix(path: Path, suffix: str) -> Path:
+    """``step-00000004`` → ``step-00000004.tmp``."""
+    return path.with_name(path.name + suffix)

@@ -1,23 +1,17 @@
 """The checkpoint format on disk: files, manifest, and the encoding of the state that is not tensors.
 
-A checkpoint is a folder ``step-00001000``. In format 1 it holds whole tensors, in five files:
-
-=========================  =====================================================================================
-``model.safetensors``      parameters and buffers under their fully qualified names; tied ones are stored once
-``optimizer.safetensors``  the optimizer's tensors by ``<parameter>/<key>``: ``lm_head.weight/exp_avg``
-``rng.safetensors``        RNG states, one for each set of ranks that draw the same numbers: ``seed-0003/torch``
-``state.json``             everything else: step, best score, loss scaler, position in the data, dtypes
-``manifest.json``          format, version, step, and the size and SHA-256 of the other four; written last
-=========================  =====================================================================================
-
-In format 2 each rank has written its own part of the tensors. In place of the first two files there are
+A checkpoint is a folder ``step-00001000``. Each process that saves writes a part: all tensors where one process writes
+for all, its own shards where every rank writes.
 
 ===============================  ===============================================================================
-``model-00003.safetensors``      what rank 3 has written of the model: tensors, and boxes of them, which are called
-                                 ``lm_head.weight@512,0`` by the place where they begin
-``optimizer-00003.safetensors``  the same of the optimizer
+``model-00003.safetensors``      what rank 3 has written of the model: tensors under their fully qualified names, and
+                                 boxes of tensors, named by the place where they begin: ``lm_head.weight@512,0``
+``optimizer-00003.safetensors``  the same of the optimizer: ``lm_head.weight/exp_avg``
 ``….safetensors.sums``           a checksum for each block of such a file: ``block_checksums``
-``tensors.json``                 which box of which tensor is in which file: ``tensor_index``
+``tensors.json``                 where each box of each tensor is, and which weights are tied: ``tensor_index``
+``rng.safetensors``              RNG states, one for each set of ranks that draw the same numbers: ``seed-0003/torch``
+``state.json``                   everything else: step, best score, loss scaler, position in the data, dtypes
+``manifest.json``                format, version, step, and size and checksum of the other files; written last
 ===============================  ===============================================================================
 
 Nothing here needs an unpickler: safetensors and JSON hold numbers, text and lists, never code.
@@ -37,12 +31,9 @@ from torch import Tensor
 
 from drawbar.util.strict_json import read_json
 
-WHOLE, PARTS = 1, 2
-"""Numbers of the formats: whole tensors, or parts. Both are written today. A new number is taken when a drawbar
-from before could not read what is written."""
+FORMAT = 1
+"""Number of the format. A new one is taken when a drawbar from before could not read what is written."""
 
-MODEL_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
 RNG_FILE = "rng.safetensors"
 STATE_FILE = "state.json"
 RESOLVED = "formats"
@@ -118,20 +109,19 @@ class Manifest(BaseModel):
     """Version of drawbar that wrote the checkpoint."""
     step: int
     files: dict[str, FileEntry]
-    parts: dict[str, int] | None = None
-    """Format 2: the size of each part file in bytes. Its content is verified block by block, when it is read."""
+    parts: dict[str, int]
+    """The size of each part file in bytes. Its content is verified block by block, when it is read."""
 
     @classmethod
-    def of(cls, step: int, files: dict[str, FileEntry], parts: dict[str, int] | None = None) -> "Manifest":
-        number = WHOLE if parts is None else PARTS
-        return cls(format=number, drawbar=version("drawbar"), step=step, files=files, parts=parts)
+    def of(cls, step: int, files: dict[str, FileEntry], parts: dict[str, int]) -> "Manifest":
+        return cls(format=FORMAT, drawbar=version("drawbar"), step=step, files=files, parts=parts)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file of the checkpoint but the manifest."""
-        return {name: entry.size for name, entry in self.files.items()} | (self.parts or {})
+        return {name: entry.size for name, entry in self.files.items()} | self.parts
 
     def to_json(self) -> bytes:
-        fields = self.model_dump(exclude_none=True)
+        fields = self.model_dump()
         return json.dumps(fields | {"sha256": _checksum(fields)}, indent=2).encode()
 
     @classmethod
@@ -140,13 +130,13 @@ class Manifest(BaseModel):
         try:
             fields = read_json(text)
             unchanged = fields.pop("sha256") == _checksum(fields)
-            known = fields["format"] in (WHOLE, PARTS)
+            known = fields["format"] == FORMAT
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise Damaged(f"{MANIFEST_FILE} is not a manifest") from None
         if not known:  # first: another format may have another checksum
             raise OtherFormat(
                 f"{MANIFEST_FILE} has format {fields['format']}, from drawbar {fields.get('drawbar')}; "
-                f"this is drawbar {version('drawbar')}, which reads formats {WHOLE} and {PARTS}"
+                f"this is drawbar {version('drawbar')}, which reads format {FORMAT}"
             )
         if not unchanged:
             raise Damaged(f"{MANIFEST_FILE} does not match its own checksum")
@@ -159,13 +149,12 @@ class Manifest(BaseModel):
 
     def _check_names(self) -> None:
         """Input validation: file names must lie in the checkpoint's own folder, and part files must have checksums."""
-        if (self.format == PARTS) != (self.parts is not None) or min(self.sizes().values(), default=0) < 0:
+        if min(self.sizes().values(), default=0) < 0:
             raise Damaged(f"{MANIFEST_FILE} is not a manifest")
-        parts = self.parts or {}
         for name in self.files:
-            if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST_FILE or name in parts:
+            if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST_FILE or name in self.parts:
                 raise Damaged(f"{MANIFEST_FILE} names {name!r}, which cannot be a file of a checkpoint")
-        for name in parts:
+        for name in self.parts:
             if not PART_NAME.fullmatch(name) or name + CHECKSUMS_SUFFIX not in self.files:
                 raise Damaged(f"{MANIFEST_FILE} names {name!r}, which cannot be a part of a checkpoint")
 

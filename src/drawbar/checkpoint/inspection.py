@@ -7,20 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drawbar.checkpoint.checked_files import (
+from drawbar.checkpoint.directory import UNUSABLE, CheckpointDirectory
+from drawbar.checkpoint.format import INDEX_FILE, MANIFEST_FILE, Damaged, Manifest, Unusable
+from drawbar.checkpoint.read import (
     check_content,
     check_size,
     check_sizes,
+    explain_read_errors,
+    folders_in,
     open_file,
+    open_snapshot,
     read_checked,
     read_manifest,
+    step_folders,
+    verify_part,
 )
-from drawbar.checkpoint.directory import UNUSABLE, CheckpointDirectory
-from drawbar.checkpoint.format import INDEX_FILE, MANIFEST_FILE, PARTS, Damaged, Manifest, Unusable
-from drawbar.checkpoint.load import explain_read_errors, folders_in, open_snapshot_folder, step_folders
-from drawbar.checkpoint.part_files import verify_part
-from drawbar.checkpoint.part_writer import stored_key
 from drawbar.checkpoint.tensor_index import TensorIndex, nbytes_of_boxes
+from drawbar.checkpoint.write import stored_key
 from drawbar.runtime.safetensors_reader import read_header
 
 
@@ -30,10 +33,8 @@ class CheckpointSummary:
 
     folder: Path
     step: int
-    format: int | None
-    """None without a readable manifest."""
     parts: int
-    """Ranks that wrote it; 0 for whole tensors."""
+    """Processes that wrote it; 0 where nobody knows."""
     size: int
     """Bytes of all its files."""
     saved_at: float | None
@@ -68,7 +69,6 @@ def _summary(folder: Path, step: int) -> CheckpointSummary:
     return CheckpointSummary(
         folder=folder,
         step=step,
-        format=None if manifest is None else manifest.format,
         parts=number_of_writers(manifest),
         size=sum(stat.st_size for stat in stats),
         saved_at=max((stat.st_mtime for stat in stats), default=folder.stat().st_mtime),
@@ -77,8 +77,8 @@ def _summary(folder: Path, step: int) -> CheckpointSummary:
 
 
 def number_of_writers(manifest: Manifest | None) -> int:
-    """How many ranks wrote part files; 0 for whole tensors, and where nobody knows."""
-    return 0 if manifest is None else len({name.partition("-")[2] for name in manifest.parts or {}})
+    """How many processes wrote part files; 0 where nobody knows."""
+    return 0 if manifest is None else len({name.partition("-")[2] for name in manifest.parts})
 
 
 def names_set_aside(directory: CheckpointDirectory) -> list[str]:
@@ -109,12 +109,18 @@ def problems(folder: Path) -> list[str]:
     found = [str(reason) for reason in damaged_files(folder, manifest).values()]
     if not found:
         try:
-            open_snapshot_folder(folder)
-            if manifest.format == PARTS:
-                _check_headers(folder, manifest)
+            open_snapshot(folder)
+            _check_headers(folder, manifest)
         except Unusable as reason:
             found.append(str(reason))
     return found
+
+
+def verify_every_byte(folder: Path) -> None:
+    """Raises Damaged or OtherFormat for the first that is wrong, and OSError where the disk cannot be read."""
+    read_manifest(folder)
+    for problem in problems(folder):
+        raise Damaged(problem)
 
 
 def damaged_files(folder: Path, manifest: Manifest) -> dict[str, Damaged]:
@@ -139,8 +145,7 @@ def damaged_files(folder: Path, manifest: Manifest) -> dict[str, Damaged]:
 def _check_headers(folder: Path, manifest: Manifest) -> None:
     """Compare the safetensors headers of part files, which drawbar itself does not read, with the index. Raises
     Damaged."""
-    parts = manifest.parts or {}
-    index = TensorIndex.from_json(read_checked(folder, INDEX_FILE, manifest), parts)
+    index = TensorIndex.from_json(read_checked(folder, INDEX_FILE, manifest), manifest.parts)
     expected: dict[int, dict[str, Any]] = defaultdict(dict)
     for name, tensor in (index.model | index.optimizer).items():
         rows = zip(tensor.files, tensor.begins, nbytes_of_boxes(tensor), tensor.offsets, tensor.sizes, strict=True)

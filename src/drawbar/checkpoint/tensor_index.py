@@ -8,27 +8,126 @@ and three rows of numbers: the file of each box, where the box begins in the ten
 
 The boxes of a file lie in it one behind the other, in the order of the index: from its ``begin`` (the end of its
 header) on to its end.
-An index is validated when it is made, and again when it is read.
+An index is merged from the records in which the ranks describe what they have written (``PartRecord``). It is validated
+when it is made, and again when it is read.
 """
 
+import base64
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from drawbar.checkpoint.format import INDEX_FILE, Damaged
-from drawbar.checkpoint.part_record import Numbers, PartFile, PartRecord, TensorInfo
-from drawbar.checkpoint.tiling import covers_exactly_once
+from drawbar.checkpoint.format import INDEX_FILE, Damaged, FileEntry
 from drawbar.runtime.safetensors_reader import STORED_DTYPES
 from drawbar.util.strict_json import read_json
+
+Numbers = NDArray[np.int64]
 
 KINDS = ("model", "optimizer")
 _MOST_DIMS = 64
 _MOST_ELEMENTS = 2**60
+_MOST_CUT_DIMS = 6
+_MOST_PLACES = 2**62
+_CACHED_TEXTS = 2**16
+"""Size of the caches of tensor descriptions: all ranks name the same tensors."""
+
+
+class TensorInfo(NamedTuple):
+    """Name, dtype and full (unsharded) shape of a tensor of the model or of its optimizer."""
+
+    name: str
+    dtype: str
+    """As safetensors calls it: ``F32``."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PartFile:
+    """A file that a rank has written, and the boxes stored in it back to back, from byte ``begin`` to the end."""
+
+    name: str
+    size: int
+    begin: int
+    """Bytes before the first box: the header of safetensors."""
+    sums: FileEntry
+    """Size and checksum of the file that holds its block checksums."""
+    tensors: tuple[TensorInfo, ...]
+    """For each box, the tensor that it belongs to."""
+    offsets: Numbers
+    """Offset of each box in its tensor, one number for each dim, concatenated over the boxes."""
+    sizes: Numbers
+    """Sizes of each box, in the same layout."""
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """The part that one rank has written."""
+
+    rank: int
+    files: tuple[PartFile, ...]
+    """One for the model and one for the optimizer; fewer where the rank had nothing to write."""
+    aliases: Mapping[str, str]
+    """Tied weights: another name → the name that is stored."""
+
+    def to_json(self) -> bytes:
+        files = [_to_plain(file) for file in self.files]
+        return json.dumps({"rank": self.rank, "files": files, "aliases": dict(self.aliases)}).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "PartRecord":
+        """Inverse of ``to_json``. Not validated: only for messages from ranks of the same run."""
+        fields = json.loads(text)
+        return cls(fields["rank"], tuple(map(_from_plain, fields["files"])), fields["aliases"])
+
+
+def _to_plain(file: PartFile) -> dict[str, Any]:
+    return {
+        "name": file.name,
+        "size": file.size,
+        "begin": file.begin,
+        "sums": file.sums.model_dump(),
+        "tensors": list(map(_to_text, file.tensors)),
+        "offsets": _to_base64(file.offsets),
+        "sizes": _to_base64(file.sizes),
+    }
+
+
+def _from_plain(fields: dict[str, Any]) -> PartFile:
+    return PartFile(
+        name=fields["name"],
+        size=fields["size"],
+        begin=fields["begin"],
+        sums=FileEntry(**fields["sums"]),
+        tensors=tuple(map(_from_text, fields["tensors"])),
+        offsets=_from_base64(fields["offsets"]),
+        sizes=_from_base64(fields["sizes"]),
+    )
+
+
+@lru_cache(_CACHED_TEXTS)
+def _to_text(tensor: TensorInfo) -> str:
+    return f"{tensor.dtype} {','.join(map(str, tensor.shape))} {tensor.name}"
+
+
+@lru_cache(_CACHED_TEXTS)
+def _from_text(text: str) -> TensorInfo:
+    dtype, shape, name = text.split(" ", 2)
+    return TensorInfo(name, dtype, tuple(map(int, shape.split(","))) if shape else ())
+
+
+def _to_base64(numbers: Numbers) -> str:
+    return base64.b64encode(numbers.astype("<i8").tobytes()).decode()
+
+
+def _from_base64(text: str) -> Numbers:
+    return np.frombuffer(base64.b64decode(text), dtype="<i8").astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -350,3 +449,32 @@ def torch_dtype(tensor: BoxedTensor) -> torch.dtype:
 def nbytes_of_boxes(tensor: BoxedTensor) -> Numbers:
     """Bytes that each box of a tensor takes in its file."""
     return np.prod(tensor.sizes, axis=1) * STORED_DTYPES[tensor.dtype].itemsize
+
+
+def covers_exactly_once(shape: Sequence[int], offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> bool:
+    """Whether the boxes cover every element of a tensor exactly once.
+
+    Compares two sparse n-dimensional difference arrays, in which a box is +1 or -1 at each of its corners: the sum over
+    all boxes must equal that of one box with the shape of the whole tensor. Also False where more than six dims are
+    split, or the corners cannot be numbered in 62 bits.
+
+    Args:
+        shape: of the tensor; it has elements.
+        offsets, sizes: one row a box, one column a dim; the boxes lie within the tensor.
+    """
+    whole = np.array([shape], dtype=np.int64).reshape(1, len(shape))
+    offsets, sizes = np.concatenate([offsets, np.zeros_like(whole)]), np.concatenate([sizes, whole])
+    cut = [dim for dim in range(len(shape)) if (sizes[:, dim] != shape[dim]).any()]
+    if len(cut) > _MOST_CUT_DIMS or math.prod(shape[dim] + 1 for dim in cut) > _MOST_PLACES:
+        return False
+    corners, signs = np.zeros((len(offsets), 1), dtype=np.int64), np.ones(1, dtype=np.int64)
+    for dim in cut:
+        begin = corners * (shape[dim] + 1) + offsets[:, dim : dim + 1]
+        corners = np.concatenate([begin, begin + sizes[:, dim : dim + 1]], axis=1)
+        signs = np.concatenate([signs, -signs])
+    weights = np.tile(signs, (len(offsets), 1))
+    weights[-1] *= -1  # the last box is the whole tensor, which is subtracted
+    order = np.argsort(corners, axis=None, kind="stable")
+    places, counts = corners.reshape(-1)[order], weights.reshape(-1)[order]
+    first = np.flatnonzero(np.concatenate([[True], places[1:] != places[:-1]]))
+    return not np.add.reduceat(counts, first).any()

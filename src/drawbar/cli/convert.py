@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     epilog="""\b
 Examples:
   drawbar convert runs/demo --to dcp --output demo-dcp              for torch.distributed.checkpoint
-  drawbar convert runs/demo --to parts --output runs/in-parts       a run whose checkpoint is in parts
   drawbar convert runs/demo --checkpoint 1000 --to deepspeed --output demo-zero
   drawbar convert out/global_step500 --from deepspeed --model meta-llama/Llama-3.2-1B --output trained
   drawbar convert dcp-folder --from dcp --model FOLDER --output trained
@@ -29,10 +28,9 @@ A checkpoint folder of Hugging Face's Trainer is a model as it is: task.model=ou
 @click.argument("source", type=click.Path(), shell_complete=complete_run)
 @click.option(
     "--to",
-    type=click.Choice(["whole", "parts", "dcp", "deepspeed", "huggingface"]),
-    help="What to make of a run's checkpoint. whole, parts: a run whose checkpoint holds whole tensors (format 1), or "
-    "is in parts (format 2). dcp: a folder of torch.distributed.checkpoint. deepspeed: a universal checkpoint. "
-    "huggingface: as `drawbar export`.",
+    type=click.Choice(["dcp", "deepspeed", "huggingface"]),
+    help="What to make of a run's checkpoint. dcp: a folder of torch.distributed.checkpoint. deepspeed: a universal "
+    "checkpoint. huggingface: as `drawbar export`.",
 )
 @click.option(
     "--from",

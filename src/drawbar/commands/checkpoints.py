@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.inspection import CheckpointSummary, names_set_aside, problems, summaries, unlisted_files
-from drawbar.checkpoint.load import explain_read_errors
+from drawbar.checkpoint.read import explain_read_errors
 from drawbar.checkpoint.space import readable
 from drawbar.config.io.source import read_file, run_folder
 from drawbar.config.schema.run_config import CheckpointSection
@@ -55,7 +55,7 @@ def print_summaries(found: list[CheckpointSummary], best: int | None, place: str
         place: the folder or URL that they are in.
     """
     if found and not as_json:
-        columns = ["step", "saved", "", "state", "format", "parts", "size"]
+        columns = ["step", "saved", "", "state", "parts", "size"]
         print_table("Checkpoints", columns, [_row(summary, best) for summary in found], left=4)
     for summary in found if as_json else []:
         values = asdict(summary) | {"folder": f"{place}/{summary.folder.name}", "best": summary.step == best}
@@ -69,7 +69,6 @@ def _row(summary: CheckpointSummary, best: int | None) -> list[str]:
         "–" if saved is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(saved)),
         "best" if summary.step == best else "",
         _state(summary),
-        "–" if summary.format is None else str(summary.format),
         str(summary.parts) if summary.parts else "–",
         readable(summary.size),
     ]

@@ -57,7 +57,6 @@ def _summary(remote: RemoteCheckpoints, step: int, objects: Objects) -> Checkpoi
     return CheckpointSummary(
         folder=Path(step_name(step)),
         step=step,
-        format=None if manifest is None else manifest.format,
         parts=number_of_writers(manifest),
         size=sum(objects.values()),
         saved_at=remote.saved_at(step, objects),

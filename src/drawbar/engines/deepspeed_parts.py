@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from drawbar.checkpoint.save import host_copies, tied_names, unique_names
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.local_model import LocalModel
@@ -24,6 +23,7 @@ from drawbar.parallel.deepspeed.deepspeed_state import (
     tp_shard,
 )
 from drawbar.parallel.local_boxes import LocalBox, flat_boxes, whole_box
+from drawbar.runtime.host_copies import host_copies, tied_names, unique_names
 
 
 class DeepSpeedUpdater:

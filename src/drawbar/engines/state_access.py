@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drawbar.checkpoint.save import host_copies, tied_names, unique_names
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.local_model import LocalModel
@@ -17,6 +16,7 @@ from drawbar.parallel.local_boxes import LocalBox, boxes_of
 from drawbar.parallel.precision import LossScaler
 from drawbar.parallel.weights import full_tensor, load_shard, shard_like
 from drawbar.parallel.zero1 import is_zero1, local_optimizer
+from drawbar.runtime.host_copies import host_copies, tied_names, unique_names
 from drawbar.runtime.safetensors_reader import StoredTensors
 
 

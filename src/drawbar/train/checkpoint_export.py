@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from drawbar.checkpoint.all_ranks import read_on_all_ranks
 from drawbar.checkpoint.format import Snapshot
-from drawbar.checkpoint.load import explain_unusable
+from drawbar.checkpoint.read import explain_unusable
 from drawbar.checkpoint.space import rust_errors_as_oserror
 from drawbar.config.schema.run_config import LoraSection, RunConfig
 from drawbar.distributed.process_group import Distributed

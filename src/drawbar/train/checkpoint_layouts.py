@@ -1,4 +1,4 @@
-"""The two layouts of checkpoints: full tensors written by rank 0, or parts written by each rank. A layout copies the
+"""The two ways to save: rank 0 gathers and writes full tensors, or each rank writes its own part. A layout copies the
 state of a step on all ranks, and returns the function that writes the copy in the background thread.
 """
 
@@ -10,9 +10,8 @@ import torch
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot, decode_state, encode_state, step_name
-from drawbar.checkpoint.part_commit import commit_parts
-from drawbar.checkpoint.part_record import PartRecord
-from drawbar.checkpoint.part_writer import write_part
+from drawbar.checkpoint.tensor_index import PartRecord
+from drawbar.checkpoint.write import write_common_files, write_part
 from drawbar.distributed.background_messages import BackgroundMessages
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
@@ -129,7 +128,8 @@ class PartsLayout:
             phases.run("folder", begin, first, everyone, f"making the folder of {name}")
             records = phases.run("part", write_part, everyone, first, f"writing its part of {name}")
             if common is not None:
-                commit_parts(self._directory, step, map(PartRecord.from_json, records), *common)
+                parts = map(PartRecord.from_json, records)
+                self._directory.finish_write(name, lambda folder: write_common_files(folder, step, parts, *common))
 
     def _begin(self, name: str, ensure_free_space: Callable[[], None]) -> bytes:
         ensure_free_space()

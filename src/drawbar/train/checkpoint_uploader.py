@@ -8,9 +8,8 @@ from pathlib import Path
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import MANIFEST_FILE, Unusable
-from drawbar.checkpoint.kept_best import steps_kept_as_best
-from drawbar.checkpoint.load import complete_checkpoints
 from drawbar.checkpoint.object_store import ObjectStore, ObjectStoreError
+from drawbar.checkpoint.read import complete_checkpoints
 from drawbar.checkpoint.remote_checkpoints import ChangedDuringCopy, RemoteCheckpoints
 from drawbar.checkpoint.remote_owner import HEARTBEAT_SECONDS, RemoteOwner, Superseded, wait_until_owner_ended
 from drawbar.config.schema.run_config import RunConfig
@@ -221,7 +220,7 @@ class CheckpointUploader:
         return found
 
     def _best(self) -> set[int]:
-        return steps_kept_as_best(self._directory) if self._config.checkpoint.keep_best else set()
+        return self._directory.kept_as_best() if self._config.checkpoint.keep_best else set()
 
     def _send_heartbeats(self) -> None:
         while not self._has_ended.wait(HEARTBEAT_SECONDS):

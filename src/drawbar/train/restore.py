@@ -10,7 +10,7 @@ import torch
 from drawbar.checkpoint.all_ranks import read_on_all_ranks, run_on_all_ranks
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import RESOLVED, Snapshot, Unusable
-from drawbar.checkpoint.load import read_state
+from drawbar.checkpoint.read import read_state
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import Loader
 from drawbar.distributed.process_group import Distributed

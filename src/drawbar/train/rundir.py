@@ -8,10 +8,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from drawbar.checkpoint import load
 from drawbar.checkpoint.directory import CheckpointDirectory, NewestUsable
 from drawbar.checkpoint.format import STEP_NAME, OtherFormat, Unusable, step_name
-from drawbar.checkpoint.load import explain_read_errors
+from drawbar.checkpoint.inspection import verify_every_byte
+from drawbar.checkpoint.read import explain_read_errors, unusable_error, verify_except_parts
 from drawbar.config.io.compare import Difference, changed_schedule, check_same
 from drawbar.config.io.load_config import dump_yaml, load_config
 from drawbar.config.schema.run_config import RUN_NAME, RunConfig, RunSection
@@ -72,11 +72,15 @@ class RunStart:
             UserError: there is none, or the checkpoint is of another format.
         """
         assert self.checkpoint is not None
+        unusable = {**self.unusable, self.checkpoint: reason}
         if not self.older or isinstance(reason, OtherFormat):
-            raise load.unusable_error(self.checkpoint, reason)
+            checkpoints = CheckpointDirectory(self.checkpoint.parent)
+            if self.forked or isinstance(reason, OtherFormat) or checkpoints.older_than(self.checkpoint):
+                raise unusable_error(self.checkpoint, reason)
+            raise _none_usable(NewestUsable(None, unusable, []), checkpoints.path)
         logger.warning("the checkpoint %s is damaged and is skipped: %s", self.checkpoint, reason)
-        # a fork leaves the checkpoints of the other run where they are
-        unusable = self.unusable if self.forked else {**self.unusable, self.checkpoint: reason}
+        if self.forked:  # it leaves the checkpoints of the other run where they are
+            unusable = {}
         return replace(self, checkpoint=self.older[0], older=self.older[1:], unusable=unusable)
 
 
@@ -148,7 +152,8 @@ def _find_in_run(config: RunConfig, resume: str, weights_only: bool = False) -> 
     if not (folder / "config.yaml").exists():
         _check_no_other_files(folder)
         return RunStart() if resume in ("auto", "never") else RunStart(checkpoints.resolve(resume))
-    found = checkpoints.find_newest_usable()
+    # before a run begins anew, every byte is read: what a resume found damaged, this must find, too
+    found = checkpoints.find_newest_usable(verify_every_byte if resume == "never" else verify_except_parts)
     refusal = _refusal(found, checkpoints.path)
     if resume == "never" and (found.newest is not None or refusal is None):
         raise UserError(
@@ -201,21 +206,25 @@ def _check_same_origin(run_dir: Path, named: Path, weights_only: bool) -> None:
 def _refusal(found: NewestUsable, folder: Path) -> UserError | None:
     """Why a run must not resume automatically: it would lose checkpoints that it cannot read. Damaged ones are no
     reason if an older one is intact."""
-    newer = [reason for reason in found.unusable.values() if isinstance(reason, OtherFormat)]
-    if found.newest is not None:
-        if not newer:
-            return None
-        what = "a newer checkpoint of the run cannot be used"
-        remedy = f"use that version of drawbar, or branch off: --resume {found.newest.name} --fork NEWNAME"
-    elif found.unusable or found.set_aside:
-        what = "no checkpoint of the run can be used"
-        remedy = (
-            f"{'use that version of drawbar, ' if newer else ''}restore one from a copy, or give the path of another "
-            "one (--resume PATH); or begin at step 0: under another run.name, or here by --resume never, which sets "
-            "these checkpoints aside"
-        )
-    else:
+    if found.newest is None:
+        return _none_usable(found, folder) if found.unusable or found.set_aside else None
+    if not any(isinstance(reason, OtherFormat) for reason in found.unusable.values()):
         return None
+    remedy = f"use that version of drawbar, or branch off: --resume {found.newest.name} --fork NEWNAME"
+    return _unusable("a newer checkpoint of the run cannot be used", found, folder, remedy)
+
+
+def _none_usable(found: NewestUsable, folder: Path) -> UserError:
+    is_newer = any(isinstance(reason, OtherFormat) for reason in found.unusable.values())
+    remedy = (
+        f"{'use that version of drawbar, ' if is_newer else ''}restore one from a copy, or give the path of another "
+        "one (--resume PATH); or begin at step 0: under another run.name, or here by --resume never, which sets "
+        "these checkpoints aside"
+    )
+    return _unusable("no checkpoint of the run can be used", found, folder, remedy)
+
+
+def _unusable(what: str, found: NewestUsable, folder: Path, remedy: str) -> UserError:
     lines = [f"{path.name}: {reason}" for path, reason in found.unusable.items()]
     lines += [f"{path.name}: set aside before" for path in found.set_aside]
     return UserError("\n    ".join([f"{what}, and nothing was changed:", *lines]), where=str(folder), remedy=remedy)

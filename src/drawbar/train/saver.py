@@ -6,11 +6,10 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from drawbar.checkpoint.async_writer import AsyncWriter
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import RESOLVED, step_name
-from drawbar.checkpoint.kept_best import steps_kept_as_best
 from drawbar.checkpoint.space import DiskFault, ensure_free_space
-from drawbar.checkpoint.writer import AsyncWriter
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import Loader
 from drawbar.distributed.process_group import Distributed
@@ -227,7 +226,7 @@ class Saver:
         uploading = set() if self._uploader is None else self._uploader.protected
         if not self._config.keep_best:
             return uploading
-        return uploading | steps_kept_as_best(self._directory) | ({best_step} if best_step is not None else set())
+        return uploading | self._directory.kept_as_best() | ({best_step} if best_step is not None else set())
 
     def wait(self) -> None:
         """Wait until the newest save is on every disk. Every rank must call it; the UserError of any save is raised on

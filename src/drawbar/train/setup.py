@@ -14,7 +14,7 @@ import torch
 from drawbar.checkpoint.all_ranks import read_on_all_ranks, run_on_all_ranks
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import RESOLVED, Snapshot
-from drawbar.checkpoint.load import explain_unusable
+from drawbar.checkpoint.read import explain_unusable
 from drawbar.checkpoint.space import rust_errors_as_oserror
 from drawbar.config.deepspeed.zero_settings import with_parallel
 from drawbar.config.io.compare import Difference

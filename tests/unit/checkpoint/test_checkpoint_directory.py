@@ -5,14 +5,20 @@ import json
 import logging
 import os
 import shutil
+from itertools import product
 
 import pytest
 import torch
 
-from drawbar.checkpoint import CheckpointDirectory, Snapshot, read, read_state
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import Damaged, Snapshot
+from drawbar.checkpoint.read import read_snapshot, read_state
 from drawbar.errors import ExitCode, UserError
 
-FILES = ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "manifest.json"]
+PARTS = ["model-00000.safetensors", "optimizer-00000.safetensors"]
+"""What is verified when it is read, and not before."""
+SMALL_FILES = [*(f"{name}.sums" for name in PARTS), "tensors.json", "rng.safetensors", "state.json", "manifest.json"]
+FILES = [*PARTS, *SMALL_FILES]
 
 
 def snapshot(step, value=None):
@@ -74,8 +80,10 @@ def test_steps_sort_as_numbers(directory):
     assert directory.latest().name == "step-123456789"
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "empty"])
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [*product(FILES, ("truncate", "delete", "empty")), *((name, "flip") for name in SMALL_FILES)],
+)
 def test_a_damaged_checkpoint_is_named_and_skipped(directory, caplog, name, harm):
     path = directory.path / "step-00000003" / name
     match harm:
@@ -91,13 +99,20 @@ def test_a_damaged_checkpoint_is_named_and_skipped(directory, caplog, name, harm
         assert directory.latest() == directory.path / "step-00000002"
     assert "step-00000003" in caplog.text
     assert name in caplog.text
-
     with pytest.raises(UserError) as caught:
-        read(path.parent)
+        read_snapshot(path.parent)
     message = str(caught.value)
     assert name in message
     assert "step-00000001, step-00000002" in message
     assert "step-00000003," not in caught.value.remedy
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_damage_in_a_part_is_found_when_it_is_read(directory, name):
+    flip(directory.latest() / name)
+    found = read_snapshot(directory.latest())
+    with pytest.raises(Damaged, match=f"{name} is not as it was written: bytes 0 to"):
+        _ = {**found.model, **found.optimizer}
 
 
 def test_steps_leaves_out_what_is_incomplete(directory):
@@ -109,23 +124,23 @@ def test_steps_leaves_out_what_is_incomplete(directory):
 
 
 def test_the_message_says_what_differs(directory):
-    path = directory.path / "step-00000003" / "model.safetensors"
+    path = directory.path / "step-00000003" / "tensors.json"
     size = path.stat().st_size
     flip(path)
-    with pytest.raises(UserError, match=r"model\.safetensors has the checksum [0-9a-f]{16}… instead of"):
-        read(path.parent)
+    with pytest.raises(UserError, match=r"tensors\.json has the checksum [0-9a-f]{16}… instead of"):
+        read_snapshot(path.parent)
     path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(UserError, match=rf"model\.safetensors has {size - 7} bytes instead of {size}"):
-        read(path.parent)
+    with pytest.raises(UserError, match=rf"tensors\.json has {size - 7} bytes instead of {size}"):
+        read_snapshot(path.parent)
     with pytest.raises(UserError, match="there is no checkpoint"):
-        read(directory.path / "step-00000099")
+        read_snapshot(directory.path / "step-00000099")
     with pytest.raises(UserError, match=r"manifest\.json is missing"):
-        read(directory.path)
+        read_snapshot(directory.path)
 
 
 def test_read_state_checks_its_own_file_only(directory):
     path = directory.path / "step-00000003"
-    flip(path / "model.safetensors")
+    flip(path / "model-00000.safetensors")
     assert read_state(path) == {"value": 3.0}
     flip(path / "state.json")
     with pytest.raises(UserError, match=r"state\.json has the checksum"):
@@ -134,22 +149,22 @@ def test_read_state_checks_its_own_file_only(directory):
 
 def test_the_only_checkpoint_damaged(directory):
     directory.rotate(1, set())
-    flip(directory.path / "step-00000003" / "model.safetensors")
+    flip(directory.path / "step-00000003" / "tensors.json")
     assert directory.latest() is None
     with pytest.raises(UserError, match="no other complete checkpoint"):
-        read(directory.path / "step-00000003")
+        read_snapshot(directory.path / "step-00000003")
 
 
 def test_a_step_saved_again_replaces_the_first(directory):
     directory.write(snapshot(3, value=30))
-    assert read(directory.latest()).state == {"value": 30.0}
+    assert read_snapshot(directory.latest()).state == {"value": 30.0}
     assert names(directory) == ["step-00000001", "step-00000002", "step-00000003"]
 
 
 def test_a_damaged_step_saved_again_is_whole_again(directory):
     (directory.path / "step-00000003" / "manifest.json").unlink()
     directory.write(snapshot(3))
-    assert read(directory.latest()).step == 3
+    assert read_snapshot(directory.latest()).step == 3
 
 
 def test_what_a_killed_process_leaves_is_ignored_then_removed(directory, tmp_path):
@@ -168,10 +183,10 @@ def test_a_replacement_cut_short_loses_nothing(directory):
     (directory.path / "step-00000003").rename(directory.path / "step-00000003.replaced")
     shutil.copytree(directory.path / "step-00000002", directory.path / "step-00000003.tmp")
     assert directory.steps() == [1, 2, 3]
-    assert read(directory.latest()).step == 3
+    assert read_snapshot(directory.latest()).step == 3
     directory.remove_leftovers()
     assert names(directory) == ["step-00000001", "step-00000002", "step-00000003"]
-    assert read(directory.latest()).step == 3
+    assert read_snapshot(directory.latest()).step == 3
 
 
 def test_rotation_keeps_the_newest_and_the_protected(directory):
@@ -201,8 +216,8 @@ def test_best_points_at_complete_checkpoints_only(directory, caplog):
     with pytest.raises(ValueError, match="step 9"):
         directory.set_best(9, "loss", 1.0)
     directory.set_best(2, "loss", 1.0)
-    flip(directory.path / "step-00000002" / "model.safetensors")
-    with pytest.raises(UserError, match=r"step-00000002 cannot be used: model\.safetensors has the checksum") as caught:
+    flip(directory.path / "step-00000002" / "tensors.json")
+    with pytest.raises(UserError, match=r"step-00000002 cannot be used: tensors\.json has the checksum") as caught:
         directory.best()
     assert "step-00000001, step-00000003" in caught.value.remedy
     directory.rotate(1, set())
@@ -263,9 +278,10 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 def test_the_manifest_lists_every_other_file(directory):
     path = directory.latest()
-    listed = json.loads((path / "manifest.json").read_text())["files"]
+    fields = json.loads((path / "manifest.json").read_text())
+    listed = fields["parts"] | {name: entry["size"] for name, entry in fields["files"].items()}
     assert sorted([*listed, "manifest.json"]) == sorted(os.listdir(path))
-    assert {name: (path / name).stat().st_size for name in listed} == {n: e["size"] for n, e in listed.items()}
+    assert {name: (path / name).stat().st_size for name in listed} == listed
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -280,7 +296,7 @@ def test_an_amended_checkpoint_has_its_tensors_and_a_new_state(directory, links,
     directory.update_state(3, {"score": 0.5})
     assert directory.latest() == folder  # intact, by its checksums
     assert read_state(folder) == {"value": 3.0, "score": 0.5}
-    assert read(folder).model["w"].tolist() == [3.0] * 50
+    assert read_snapshot(folder).model["w"].tolist() == [3.0] * 50
     kept = {name for name in FILES if (folder / name).stat().st_ino == before[name]}
-    assert kept == ({"model.safetensors", "optimizer.safetensors", "rng.safetensors"} if links else set())
+    assert kept == ({*FILES} - {"state.json", "manifest.json"} if links else set())
     assert names(directory) == ["step-00000001", "step-00000002", "step-00000003"]

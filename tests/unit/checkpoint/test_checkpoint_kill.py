@@ -14,14 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.checkpoint import CheckpointDirectory, read
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.read import read_snapshot
 
 # Imports torch once, then forks one real process for each line on its standard input.
 WRITER = """
 import json, os, signal, sys
 from pathlib import Path
 import torch
-from drawbar.checkpoint import CheckpointDirectory, Snapshot
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import Snapshot
 
 torch.set_num_threads(1)
 
@@ -119,7 +121,7 @@ def check(directory):
     done = [json.loads(line) for line in (directory.path.parent / "done").read_text().splitlines()]
     latest = directory.latest()
     assert latest is not None
-    found = read(latest)
+    found = read_snapshot(latest)
     generation = found.state["generation"]
     assert [found.step, generation] >= done[-1]
     value = found.step * 100 + generation

@@ -12,7 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from drawbar.checkpoint import AsyncWriter, CheckpointDirectory, Snapshot, host_copies, read, read_state
+from drawbar.checkpoint.async_writer import AsyncWriter
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import Snapshot
+from drawbar.checkpoint.read import read_snapshot, read_state
+from drawbar.runtime.host_copies import host_copies
 from drawbar.util.atomic_files import sync
 from harness import wait_until
 
@@ -35,9 +39,9 @@ def written(path, snapshot):
 def test_equal_states_make_equal_files(tmp_path):
     tied = torch.arange(6.0).view(2, 3)
     state = {'ä \x07 "b"': tied, "a": tied, "c": torch.ones(2, dtype=torch.bfloat16)}
-    files = [written(tmp_path / str(attempt), snapshot_of(state)) / "model.safetensors" for attempt in range(10)]
+    files = [written(tmp_path / str(attempt), snapshot_of(state)) / "model-00000.safetensors" for attempt in range(10)]
     assert len({path.read_bytes() for path in files}) == 1
-    assert_same(dict(read(files[0].parent).model), state)
+    assert_same(dict(read_snapshot(files[0].parent).model), state)
 
 
 def assert_same(found, expected):
@@ -76,7 +80,7 @@ def test_everything_comes_back(tmp_path):
         state={"lr": 0.1 + 0.2, "data": {"epoch": 1, "samples": 2**53 + 1}, "best": None},
     )
     path = written(tmp_path, snapshot)
-    found = read(path)
+    found = read_snapshot(path)
     assert path.name == "step-00001000"
     assert found.step == 1000
     assert_same(found.model, snapshot.model)
@@ -97,15 +101,15 @@ def test_everything_comes_back(tmp_path):
 )
 def test_any_shapes_and_types_come_back(tmp_path, kinds):
     model = {str(i): (torch.randn(shape) * 9).to(dtype) for i, (shape, dtype) in enumerate(kinds)}
-    assert_same(read(written(tmp_path, snapshot_of(model))).model, model)
+    assert_same(read_snapshot(written(tmp_path, snapshot_of(model))).model, model)
 
 
 def test_tied_tensors_are_stored_once_and_read_under_each_name(tmp_path):
     weight = torch.nn.Parameter(torch.randn(100, 8))
     model = {"embed.weight": weight, "norm": torch.ones(8), "head.weight": weight, "head.copy": weight.detach()}
     path = written(tmp_path, snapshot_of(model))
-    found = read(path).model
-    assert set(load_file(path / "model.safetensors")) == {"embed.weight", "norm"}
+    found = read_snapshot(path).model
+    assert set(load_file(path / "model-00000.safetensors")) == {"embed.weight", "norm"}
     assert_same(found, model)
 
 
@@ -113,7 +117,7 @@ def test_a_checkpoint_that_is_open_may_be_deleted(tmp_path):
     directory = CheckpointDirectory(tmp_path)
     for step in (1, 2):
         directory.write(snapshot_of({"w": torch.full((3,), step)}, step))
-    found = read(directory.resolve("1"))
+    found = read_snapshot(directory.resolve("1"))
     directory.rotate(keep=1, protect=set())
     assert directory.steps() == [2]
     assert found.model["w"].tolist() == [1, 1, 1]
@@ -138,14 +142,14 @@ def test_a_rank_that_only_takes_part_keeps_nothing():
 def test_overlapping_views_keep_their_values(tmp_path):
     base = torch.arange(12.0)
     model = {"base": base, "grid": base.view(3, 4), "turned": base.view(3, 4).T, "part": base[2:5]}
-    assert_same(read(written(tmp_path, snapshot_of(model))).model, model)
+    assert_same(read_snapshot(written(tmp_path, snapshot_of(model))).model, model)
 
 
 def test_what_is_read_does_not_hang_on_the_file(tmp_path):
     path = written(tmp_path, snapshot_of({"w": torch.ones(1000)}))
-    found = read(path).model["w"]
-    with (path / "model.safetensors").open("r+b") as file:
-        file.write(bytes((path / "model.safetensors").stat().st_size))
+    found = read_snapshot(path).model["w"]
+    with (path / "model-00000.safetensors").open("r+b") as file:
+        file.write(bytes((path / "model-00000.safetensors").stat().st_size))
     assert found.sum() == 1000
 
 
@@ -171,8 +175,8 @@ def test_everything_is_on_the_disk_before_the_name_and_the_name_after(tmp_path, 
     monkeypatch.setattr(os, "fsync", recorded)
     path = written(tmp_path, snapshot_of({"w": torch.ones(1)}))
     tmp = path.name + ".tmp"
-    assert sorted(synced[:4]) == [f"{tmp}/{name}" for name in sorted(os.listdir(path)) if name != "manifest.json"]
-    assert synced[4:] == [f"{tmp}/manifest.json", tmp, "."]
+    assert sorted(synced[:5]) == [f"{tmp}/{name}" for name in sorted(os.listdir(path)) if name != "manifest.json"]
+    assert synced[5:] == [f"{tmp}/manifest.json", tmp, "."]
 
 
 def test_in_place_changes_after_submit_do_not_reach_the_file(tmp_path):
@@ -188,7 +192,7 @@ def test_in_place_changes_after_submit_do_not_reach_the_file(tmp_path):
     weight.fill_(1)
     go.set()
     writer.close()
-    found = read(directory.resolve("1"))
+    found = read_snapshot(directory.resolve("1"))
     assert [tensors.sum().item() for tensors in (found.model["w"], found.rng["r"], found.optimizer["m"])] == [0, 0, 0]
 
 

@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.checkpoint import CheckpointDirectory, check_space, check_writable, read, required_bytes
-from drawbar.checkpoint.space import DiskFault, ensure_free_space, free_bytes, free_text
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.read import read_snapshot
+from drawbar.checkpoint.space import (
+    DiskFault,
+    check_space,
+    check_writable,
+    ensure_free_space,
+    free_bytes,
+    free_text,
+    required_bytes,
+)
 from drawbar.errors import ExitCode, UserError
 from drawbar.util.byte_sizes import readable
 
@@ -18,7 +27,9 @@ WRITER = """
 import os, resource, sys
 from pathlib import Path
 import torch
-from drawbar.checkpoint import AsyncWriter, CheckpointDirectory, Snapshot
+from drawbar.checkpoint.async_writer import AsyncWriter
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import Snapshot
 
 def snapshot(step, size):
     return Snapshot(step, {"w": torch.ones(size)}, {}, {}, {})
@@ -50,7 +61,7 @@ def test_a_file_size_limit(tmp_path):
     assert "step-00000001, is intact" in result.stdout
     assert "ulimit -f" in result.stdout
     assert "['step-00000001'] step-00000001\n[1, 3]\n" in result.stdout
-    assert read(CheckpointDirectory(tmp_path).latest()).step == 3
+    assert read_snapshot(CheckpointDirectory(tmp_path).latest()).step == 3
 
 
 def test_a_full_disk(tmp_path):

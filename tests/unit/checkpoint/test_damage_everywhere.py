@@ -1,4 +1,4 @@
-"""Bits flipped and files cut short at random places of every file, in both formats: named, and never loaded."""
+"""Bits flipped and files cut short at random places of every file, written by one or several: named, never loaded."""
 
 import random
 from collections.abc import Iterator
@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from drawbar.checkpoint import CheckpointDirectory, Snapshot, read
-from drawbar.checkpoint.format import Unusable
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import Snapshot, Unusable
 from drawbar.checkpoint.inspection import problems, unlisted_files
+from drawbar.checkpoint.read import read_snapshot
 from drawbar.errors import UserError
 from parts_writing import write_parts
 
@@ -46,7 +47,7 @@ def changed(path: Path, content: bytes) -> Iterator[None]:
 
 
 def load_all(folder: Path) -> None:
-    found = read(folder)
+    found = read_snapshot(folder)
     for tensors in (found.model, found.optimizer):
         for name in tensors:
             tensors[name]
@@ -105,7 +106,7 @@ def test_a_file_of_another_checkpoint(folder: Path, tmp_path: Path) -> None:
     """As large as the one whose place it takes."""
     directory = CheckpointDirectory(tmp_path / "other")
     model, optimizer = ({name: tensor + 1 for name, tensor in tensors.items()} for tensors in state())
-    if (folder / "tensors.json").exists():
+    if (folder / "model-00001.safetensors").exists():
         other = write_parts(directory, 1, model, optimizer, ranks=2, seed=5)
     else:
         directory.write(Snapshot(1, model, optimizer, {}, {}))

@@ -1,7 +1,6 @@
 """Checkpoints in parts: what was written comes back, whole or in any other boxes, and little else is read."""
 
 import errno
-import json
 import os
 import random
 import shutil
@@ -11,20 +10,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_checkpoint_directory import snapshot
 
-from drawbar.checkpoint import CheckpointDirectory, part_commit, part_files, part_writer, read, read_state
+from drawbar.checkpoint import read, write
 from drawbar.checkpoint.block_checksums import BLOCK_BYTES
+from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import FileEntry
 from drawbar.checkpoint.inspection import problems
-from drawbar.checkpoint.part_commit import begin_parts, commit_parts
-from drawbar.checkpoint.part_files import PartFiles
-from drawbar.checkpoint.part_record import PartFile, PartRecord, TensorInfo
-from drawbar.checkpoint.part_writer import write_part
-from drawbar.checkpoint.tensor_index import TensorIndex, intersections
+from drawbar.checkpoint.read import PartFiles, read_snapshot, read_state
+from drawbar.checkpoint.tensor_index import PartFile, PartRecord, TensorIndex, TensorInfo, intersections
+from drawbar.checkpoint.write import write_part
 from drawbar.errors import UserError
 from drawbar.runtime.tensor_boxes import TensorBox
-from parts_writing import cut_at_random, shard, state_of, write_parts
+from parts_writing import begin_parts, commit_parts, cut_at_random, shard, state_of, write_parts
 
 
 def same_bits(found, expected):
@@ -56,7 +53,7 @@ def test_every_tensor_comes_back_whole_and_in_any_other_boxes(directory, seed):
         for box in cut_at_random(tuple(tensor.shape), 7, rng):
             wanted = shard(name, tensor, box)
             assert same_bits(files.read(name, wanted.offset, wanted.data.shape), wanted.data), name
-    found = read(folder)
+    found = read_snapshot(folder)
     assert found.step == 3
     assert found.model.keys() == {*model, "head"}
     assert found.optimizer.keys() == optimizer.keys()
@@ -140,23 +137,6 @@ def test_amended_checkpoints_share_their_parts(directory):
     assert {name for name in before if before[name] != after[name]} == {"state.json", "manifest.json"}
     assert problems(folder) == []
     assert read_state(folder) == {"value": 9}
-    assert json.loads((folder / "manifest.json").read_text())["format"] == 2
-
-
-def test_a_directory_holds_both_formats(directory):
-    model, optimizer = state_of(random.Random(2))
-    directory.write(snapshot(1))
-    write_parts(directory, 2, model, optimizer)
-    directory.write(snapshot(3))
-    write_parts(directory, 4, model, optimizer)
-    assert directory.steps() == [1, 2, 3, 4]
-    assert directory.latest().name == "step-00000004"
-    directory.set_best(2, "loss", 0.5)
-    assert directory.best().name == "step-00000002"
-    directory.rotate(1, {2})
-    assert directory.steps() == [2, 4]
-    (directory.path / "step-00000004" / "optimizer-00001.safetensors").unlink()
-    assert directory.latest().name == "step-00000002"
 
 
 def test_what_the_ranks_disagree_about_is_refused(directory):
@@ -180,7 +160,7 @@ def test_what_the_ranks_disagree_about_is_refused(directory):
 
 
 def test_parts_that_are_missing_at_the_end_are_named(directory, monkeypatch):
-    monkeypatch.setattr(part_commit, "_VISIBLE_WITHIN_SECONDS", 0.2)
+    monkeypatch.setattr(write, "_VISIBLE_WITHIN_SECONDS", 0.2)
     folder = begin_parts(directory, 1)
     record = write_part(folder, 3, [shard("w", torch.ones(2), ((0, 2),))], [], {})
     (folder / "model-00003.safetensors").unlink()
@@ -190,7 +170,7 @@ def test_parts_that_are_missing_at_the_end_are_named(directory, monkeypatch):
 
 
 def test_more_files_than_may_be_open(directory, monkeypatch):
-    monkeypatch.setattr(part_files, "_MAX_OPEN_FILES", 3)
+    monkeypatch.setattr(read, "_MAX_OPEN_FILES", 3)
     model = {f"w{number}": torch.randn(64, 8) for number in range(5)}
     files = PartFiles(write_rows(directory, model, 8))
     assert all(files.read_whole(name).equal(tensor) for name, tensor in model.items())
@@ -207,7 +187,7 @@ def open_files(folder):
 def test_a_checkpoint_may_be_deleted_while_it_is_read(directory):
     model, optimizer = state_of(random.Random(2))
     folder = write_parts(directory, 1, model, optimizer)
-    found = read(folder)
+    found = read_snapshot(folder)
     shutil.rmtree(folder)
     assert all(same_bits(found.model[name], tensor) for name, tensor in model.items())
 
@@ -249,8 +229,8 @@ def test_an_index_of_many_ranks_is_read_as_it_was_merged():
 
 def test_small_and_large_tensors_are_written_in_their_order(directory, monkeypatch):
     """As pieces of several sizes, some of which hold many tensors, and synced after each of them."""
-    monkeypatch.setattr(part_writer, "_WRITE_BYTES", 4000)
-    monkeypatch.setattr(part_writer, "_SYNC_BYTES", 1000)
+    monkeypatch.setattr(write, "_WRITE_BYTES", 4000)
+    monkeypatch.setattr(write, "_SYNC_BYTES", 1000)
     model = {f"w{number:02d}": torch.randn(1 + 37 * (number * number % 53)) for number in range(60)}
     folder = write_parts(directory, 1, model, {}, ranks=2)
     assert problems(folder) == []
@@ -261,8 +241,8 @@ def test_small_and_large_tensors_are_written_in_their_order(directory, monkeypat
 @pytest.mark.parametrize("call", ["fsync", "fdatasync", "write"])
 def test_an_error_of_the_disk_is_raised(directory, monkeypatch, call):
     """Also one that is told to the thread which syncs, and to nobody after it."""
-    monkeypatch.setattr(part_writer, "_WRITE_BYTES", 4000)
-    monkeypatch.setattr(part_writer, "_SYNC_BYTES", 1000)
+    monkeypatch.setattr(write, "_WRITE_BYTES", 4000)
+    monkeypatch.setattr(write, "_SYNC_BYTES", 1000)
     real, calls = getattr(os, call), []
 
     def failing(*arguments):

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from drawbar.checkpoint import CheckpointDirectory, Snapshot, read, read_state, remote_owner
-from drawbar.checkpoint.format import Damaged, Manifest, Unusable
+from drawbar.checkpoint import remote_owner
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import Damaged, Manifest, Snapshot, Unusable
 from drawbar.checkpoint.object_store import ObjectStore, ObjectStoreError
+from drawbar.checkpoint.read import read_snapshot, read_state
 from drawbar.checkpoint.remote_checkpoints import RemoteCheckpoints
 from drawbar.checkpoint.remote_owner import RemoteOwner, Superseded, wait_until_owner_ended
 from drawbar.errors import UserError
@@ -44,7 +46,7 @@ def fetched(store: ObjectStore, folder: Path) -> dict[int, int]:
     remote, directory = RemoteCheckpoints(store), CheckpointDirectory(folder / "checkpoints")
     for step, objects in remote.complete().items():
         remote.download(step, objects, directory)
-    found = {step: read(folder / "checkpoints" / f"step-{step:08d}") for step in directory.steps()}
+    found = {step: read_snapshot(folder / "checkpoints" / f"step-{step:08d}") for step in directory.steps()}
     for step, read_back in found.items():
         assert read_back.model["w"][0] == step * 100
     return {step: read_back.state["generation"] for step, read_back in found.items()}
@@ -162,14 +164,14 @@ def test_absurd_sizes_are_refused_before_anything_is_fetched(
     directory.write(snapshot(1))
     remote = RemoteCheckpoints(store)
     manifest = Manifest.from_json(remote.upload(directory.path / "step-00000001", nobody_else))
-    huge = manifest.files["model.safetensors"].model_copy(update={"size": 2**62})
-    hostile = manifest.model_copy(update={"files": {**manifest.files, "model.safetensors": huge}})
+    huge = manifest.files["tensors.json"].model_copy(update={"size": 2**62})
+    hostile = manifest.model_copy(update={"files": {**manifest.files, "tensors.json": huge}})
     server.write(f"{root}/checkpoints/step-00000001/manifest.json", hostile.to_json())
     target = CheckpointDirectory(tmp_path / "fetched")
-    with pytest.raises(Damaged, match=r"model\.safetensors has \d+ bytes instead of 4611686018427387904"):
+    with pytest.raises(Damaged, match=r"tensors\.json has \d+ bytes instead of 4611686018427387904"):
         remote.download(1, remote.complete()[1], target)
     with pytest.raises(UserError, match="not enough disk space"):
-        remote.download(1, {**remote.complete()[1], "model.safetensors": 2**62}, target)
+        remote.download(1, {**remote.complete()[1], "tensors.json": 2**62}, target)
     assert not target.path.exists()
 
 
@@ -178,7 +180,7 @@ def test_a_damaged_checkpoint_of_the_disk_is_set_aside(store: ObjectStore, tmp_p
     directory.write(snapshot(1))
     remote = RemoteCheckpoints(store)
     remote.upload(directory.path / "step-00000001", nobody_else)
-    (directory.path / "step-00000001" / "model.safetensors").write_bytes(b"")
+    (directory.path / "step-00000001" / "model-00000.safetensors").write_bytes(b"")
     remote.download(1, remote.complete()[1], directory)
     assert read_state(directory.path / "step-00000001") == {"generation": 0}
     assert sorted(path.name for path in directory.path.iterdir()) == ["step-00000001", "step-00000001.unusable"]

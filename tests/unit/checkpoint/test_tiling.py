@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from drawbar.checkpoint.tiling import covers_exactly_once
+from drawbar.checkpoint.tensor_index import covers_exactly_once
 from parts_writing import cut_at_random
 
 

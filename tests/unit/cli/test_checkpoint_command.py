@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from conftest import write_text
-from drawbar.checkpoint import CheckpointDirectory, Snapshot, read
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import Snapshot
 from drawbar.checkpoint.inspection import summaries
+from drawbar.checkpoint.read import read_snapshot
 from drawbar.commands.checkpoints import prune_checkpoints
 from drawbar.errors import UserError
 from drawbar.train.run_dir_lock import lock_run_dir
@@ -72,31 +74,31 @@ def test_list(run: Path) -> None:
     (run / "checkpoints" / "step-00000009.unusable").mkdir()
     lines = checkpoint(run, "list").out.splitlines()
     rows = [line.split() for line in lines if line[:1].isdigit()]
-    assert [(row[0], *row[3:-4]) for row in rows] == [
+    assert [(row[0], *row[3:-3]) for row in rows] == [
         ("1", "best", "complete"),
         ("2", "complete"),
         ("3", "damaged:", "rng.safetensors", "is", "missing"),
         ("4", "complete"),
     ]
-    assert [row[-4:-2] for row in rows] == [["1", "–"], ["2", "3"], ["1", "–"], ["2", "3"]]
+    assert [row[-3] for row in rows] == ["1", "3", "1", "3"]
     assert lines[-1].startswith("step-00000009.unusable: ")
     objects = [json.loads(line) for line in checkpoint(run, "list", "--json").out.splitlines()]
     assert [(one["step"], one["best"], one["parts"], one["problem"]) for one in objects] == [
-        (1, True, 0, None),
+        (1, True, 1, None),
         (2, False, 3, None),
-        (3, False, 0, "rng.safetensors is missing"),
+        (3, False, 1, "rng.safetensors is missing"),
         (4, False, 3, None),
     ]
 
 
 def test_verify(run: Path) -> None:
     assert checkpoint(run, "verify").out.count("every byte is as it was written") == 4
-    spoil(run / "checkpoints" / "step-00000003" / "model.safetensors")
+    spoil(run / "checkpoints" / "step-00000003" / "model-00000.safetensors")
     spoil(run / "checkpoints" / "step-00000004" / "optimizer-00001.safetensors")
     spoil(run / "checkpoints" / "step-00000004" / "tensors.json")
     (run / "checkpoints" / "step-00000002" / "notes.txt").touch()
     out = checkpoint(run, "verify", code=1).out
-    assert "step-00000003: damaged\n  model.safetensors has the checksum" in out
+    assert "step-00000003: damaged\n  model-00000.safetensors is not as it was written: bytes " in out
     assert "step-00000004: damaged\n  optimizer-00001.safetensors is not as it was written: bytes " in out
     assert "\n  tensors.json has the checksum" in out
     assert "step-00000002: every byte is as it was written\n  notes.txt is not part of it" in out
@@ -224,7 +226,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = CheckpointDirectory(folder / "runs" / "demo" / "checkpoints")
     for step in directory.steps():
         rewrite_in_parts(directory, step)
-    assert {summary.format for summary in summaries(directory)} == {2}
+    assert {summary.parts for summary in summaries(directory)} == {3}
     return folder
 
 
@@ -264,7 +266,7 @@ def test_a_run_that_was_saved_in_parts_goes_on_as_one_of_whole_tensors(project: 
         for run in ("whole", "demo")
     ]
     assert lines[0] == lines[1]
-    ends = [read(project / "runs" / run / "checkpoints" / "step-00000009") for run in ("whole", "demo")]
+    ends = [read_snapshot(project / "runs" / run / "checkpoints" / "step-00000009") for run in ("whole", "demo")]
     for tensors in ("model", "optimizer"):
         first, second = (getattr(end, tensors) for end in ends)
         assert first.keys() == second.keys()

@@ -1,26 +1,23 @@
 """``drawbar convert``: all that a checkpoint has goes out bit by bit, also of models that are unlike others."""
 
-import shutil
 from collections.abc import Mapping
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import yaml
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import drawbar
-from conftest import make_project
-from drawbar.checkpoint import CheckpointDirectory, read
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.read import read_snapshot
 from drawbar.commands.conversion.convert_run import convert_run
 from drawbar.commands.conversion.dcp_folders import read_dcp
 from drawbar.commands.conversion.deepspeed_folders import read_deepspeed
 from drawbar.tasks.batch import Batch
-from runs import fit_in
 
 STEPS = ("train.steps=2", "optim.warmup=0", "eval.every=null")
 
@@ -87,7 +84,7 @@ def test_a_state_goes_out_as_it_is(project: Path) -> None:
     with chdir(project):
         config = drawbar.load_config("config.yaml", STEPS, OddTask.Config).config
         drawbar.Trainer(config, OddTask).fit()
-    saved = read(CheckpointDirectory(project / "runs" / "tiny" / "checkpoints").resolve("2"))
+    saved = read_snapshot(CheckpointDirectory(project / "runs" / "tiny" / "checkpoints").resolve("2"))
     assert saved.model["count"] % 2 == 1
     assert "unused/exp_avg" not in saved.optimizer
     with chdir(project):
@@ -103,16 +100,3 @@ def test_a_state_goes_out_as_it_is(project: Path) -> None:
     for name, tensor in saved.optimizer.items():
         found = torch.load(zero / f"{name}.pt", weights_only=True)
         assert tensor.equal(found if name.endswith("/step") else found["param"])
-
-
-@pytest.mark.parametrize("to", ["parts", "whole"])
-def test_a_run_that_began_with_the_model_of_another_takes_it_along(tmp_path: Path, to: str) -> None:
-    project = make_project(tmp_path)
-    fit_in(project, *STEPS)
-    second = ("run.name=second", "task.from_scratch=null", "task.tokenizer=null", "task.model=runs/tiny", "lora.rank=2")
-    fit_in(project, *STEPS, *second)
-    with chdir(project):
-        config = drawbar.load_config("config.yaml", (*STEPS, *second)).config
-        convert_run(config, "latest", to, project / "runs" / "copy")
-    shutil.rmtree(project / "runs" / "tiny")
-    fit_in(project, *STEPS, *second, "run.name=copy", "train.steps=3")

@@ -134,7 +134,7 @@ def test_every_sample_once_at_any_world_size(project: Path, split: str, micro_ba
 
 
 def by_hand(project: Path, points: list[list[float]]) -> torch.Tensor:
-    weights = load_file(project / "run" / "checkpoints" / "step-00000030" / "model.safetensors")
+    weights = load_file(project / "run" / "checkpoints" / "step-00000030" / "model-00000.safetensors")
     return torch.tensor(points) @ weights["inner.weight"].T + weights["inner.bias"]
 
 

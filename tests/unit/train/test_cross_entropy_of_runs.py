@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import drawbar
-from drawbar.checkpoint.load import read_state
+from drawbar.checkpoint.read import read_state
 from runs import Fit, largest_difference, losses, scores, weights
 
 SETTINGS = ("train.steps=4", "checkpoint.every=2", "eval.every=2", "tracking.log_every=1", "task.generation=null")

@@ -13,8 +13,9 @@ from test_run_again import contents
 from torch import nn
 
 from conftest import make_project
-from drawbar.checkpoint import CheckpointDirectory, directory
-from drawbar.checkpoint.format import MODEL_FILE, Manifest, Snapshot
+from drawbar.checkpoint import directory
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import Manifest, Snapshot
 from drawbar.errors import ExitCode, UserError
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
@@ -46,9 +47,18 @@ def checkpoints(run: Path) -> Path:
 
 def damage(folder: Path) -> None:
     """Right size, wrong content."""
-    content = bytearray((folder / MODEL_FILE).read_bytes())
+    flip_last(folder / "tensors.json")
+
+
+def damage_tensor(folder: Path) -> None:
+    """What is found when the tensors are read, and not before."""
+    flip_last(folder / "model-00000.safetensors")
+
+
+def flip_last(path: Path) -> None:
+    content = bytearray(path.read_bytes())
     content[-1] ^= 1
-    (folder / MODEL_FILE).write_bytes(content)
+    path.write_bytes(content)
 
 
 def lose_manifest(folder: Path) -> None:
@@ -67,7 +77,8 @@ def saved(checkpoints: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
-        (damage, "model.safetensors has the checksum"),
+        (damage, "tensors.json has the checksum"),
+        (damage_tensor, "model-00000.safetensors is not as it was written"),
         (lose_manifest, "manifest.json is missing"),
         (make_newer, "manifest.json has format 3, from drawbar 9.0"),
     ],
@@ -85,10 +96,13 @@ def test_a_run_that_cannot_use_its_checkpoints_does_not_begin_anew(
     assert contents(run) == before
 
 
-def test_begin_anew_where_the_user_says_so(fit: Fit, run: Path, checkpoints: Path) -> None:
+@pytest.mark.parametrize("harm", [damage, damage_tensor])
+def test_begin_anew_where_the_user_says_so(
+    harm: Callable[[Path], None], fit: Fit, run: Path, checkpoints: Path
+) -> None:
     expected = losses(run)
     for step in STEPS:
-        damage(checkpoints / step)
+        harm(checkpoints / step)
     assert fit("train.steps=12", resume="never").progress.step == 12
     assert losses(run) == expected
     assert saved(checkpoints) == sorted([*STEPS, *(f"{step}.unusable" for step in STEPS)])
@@ -120,7 +134,7 @@ def test_a_newer_format_is_not_passed_over(fit: Fit, run: Path, checkpoints: Pat
     assert fit(resume="step-00000010", fork="older").progress.step == 12
 
 
-@pytest.mark.parametrize("place", ["checkpoints", "checkpoints/step-00000012/optimizer.safetensors"])
+@pytest.mark.parametrize("place", ["checkpoints", "checkpoints/step-00000012/tensors.json"])
 def test_a_disk_that_cannot_be_read_is_an_error(
     place: str, fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -362,7 +362,7 @@ def test_an_older_checkpoint_of_the_run_itself_is_refused(fit: Fit, run: Path) -
 
 
 def moments(run: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(run / "checkpoints" / f"step-{step:08d}" / "optimizer.safetensors")
+    return load_file(run / "checkpoints" / f"step-{step:08d}" / "optimizer-00000.safetensors")
 
 
 def updates(run: Path, step: int) -> set[float]:

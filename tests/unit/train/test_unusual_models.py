@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from drawbar.checkpoint.load import open_snapshot
+from drawbar.checkpoint.read import open_snapshot
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from drawbar.tasks.causal_lm import CausalLM

@@ -209,7 +209,7 @@ class CheckpointSection(Section):
     layout: Literal["auto", "whole", "parts"] = "auto"
     """`parts`: each process writes its own shards, at the same time as the others, to a disk that all nodes share.
     `whole`: rank 0 gathers whole tensors and writes them. `auto`: parts where a checkpoint is larger than 2 GiB and all
-    nodes share its disk. Runs of any layout, strategy and number of processes read both."""
+    nodes share its disk. Runs of any layout, strategy and number of processes read either."""
     on_error: Literal["warn", "stop"] = "stop"
     """Where a save fails because its disk is full, fails or can only be read: `stop` tries once more, and ends the run
     with an error; `warn` warns, and goes on without that checkpoint until the next save is due. The save at the end of
