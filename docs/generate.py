@@ -6,16 +6,17 @@ from pathlib import Path
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "docs", "docs/tutorial"))
 
 import cli_reference
+import compatibility_page
+import configuration_page
 from benchmarks import comparison_table, performance_page, plan_accuracy_page
 from write_pages import write_pages
 
-from drawbar.config.io.explain import markdown_reference, schema_json, schema_text
-from drawbar.config.rules import compatibility
+from drawbar.config.io.explain import schema_json, schema_text
 
 HERE = Path(__file__).parent
 PAGES = {
-    "configuration.md": markdown_reference,
-    "compatibility.md": compatibility.markdown,
+    "configuration.md": configuration_page.render,
+    "compatibility.md": compatibility_page.render,
     "performance.md": performance_page.render,
     "config.schema.json": lambda: schema_text(schema_json()),
     "plan_accuracy.md": plan_accuracy_page.render,

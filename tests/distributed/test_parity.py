@@ -17,13 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import drawbar
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.rules.compatibility import parallel_cases
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines import local_model, torch_strategies, updaters
 from drawbar.parallel import ddp
-from drawbar.parity.cases import case_text, parse_case
+from drawbar.parity.cases import case_text, parallel_cases, parse_case
 from drawbar.parity.comparison import KINDS
 from drawbar.parity.reference import make_reference
 from drawbar.parity.result import Result

@@ -2,17 +2,17 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain, combinations
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from drawbar.config.deepspeed.zero_settings import is_deepspeed, with_parallel
 from drawbar.config.io.problems import report_errors, report_missing_values
 from drawbar.config.io.source import Settings, apply_override
-from drawbar.config.rules.compatibility import deepspeed_cases, parallel_cases
-from drawbar.config.rules.rule_table import RULES, check_rules, check_world
+from drawbar.config.rules.rule_table import RULES, check_degrees, check_rules, check_world
 from drawbar.config.schema.run_config import ParallelSection, RunConfig
 from drawbar.config.strategies import AUTO, STRATEGIES
 from drawbar.errors import UserError, nearest
@@ -21,6 +21,50 @@ _OUTSIDE_BRACKETS = r"(?![^\[{]*[\]}])"
 ONE_PROCESS = ParallelSection(strategy="single")
 _KEPT = ("activation_checkpointing", "compile")
 """Settings of ``parallel`` that every case takes from the configuration: they do not change the layout."""
+_Kind = Literal["strategy", "variant", "degree", "deepspeed", "other"]
+
+
+@dataclass(frozen=True)
+class ConfigOption:
+    """What a user may switch on, and the settings that do it."""
+
+    label: str
+    settings: Mapping[str, Any]
+    """Values by dotted key."""
+    kind: _Kind = "other"
+    """Of parallel settings: ``strategy`` and ``degree`` are tried in all combinations; a ``variant`` (a less usual
+    strategy, or another value of a setting of a degree) by itself, over ddp if it names no strategy; those of
+    ``deepspeed`` separately."""
+
+
+def _fsdp(**settings: Any) -> dict[str, Any]:
+    return {"parallel.strategy": "fsdp", **{f"parallel.{name}": value for name, value in settings.items()}}
+
+
+def _deepspeed(stage: int, **settings: Any) -> dict[str, Any]:
+    chosen = {"strategy": "deepspeed", "zero_stage": stage, **settings}
+    return {f"parallel.{name}": value for name, value in chosen.items()}
+
+
+PARALLEL_OPTIONS = (
+    ConfigOption("single", {"parallel.strategy": "single"}, "variant"),
+    ConfigOption("dp", {"parallel.strategy": "dp"}, "variant"),
+    ConfigOption("ddp", {"parallel.strategy": "ddp"}, "strategy"),
+    ConfigOption("zero1", {"parallel.strategy": "zero1"}, "variant"),
+    ConfigOption("fsdp", _fsdp(), "strategy"),
+    ConfigOption("fsdp, reshard=false", _fsdp(reshard=False), "variant"),
+    ConfigOption("fsdp, replicate=2", _fsdp(replicate=2), "variant"),
+    ConfigOption("fsdp, offload", _fsdp(offload=True), "variant"),
+    *(ConfigOption(f"deepspeed, zero {stage}", _deepspeed(stage), "deepspeed") for stage in range(4)),
+    ConfigOption("deepspeed, zero 2, offload", _deepspeed(2, offload=True), "deepspeed"),
+    ConfigOption("deepspeed, zero 3, offload", _deepspeed(3, offload=True), "deepspeed"),
+    ConfigOption("tensor", {"parallel.tensor": 2}, "degree"),
+    ConfigOption("tensor, sequence", {"parallel.tensor": 2, "parallel.sequence": True}, "variant"),
+    ConfigOption("pipeline, 1f1b", {"parallel.pipeline": 2}, "degree"),
+    ConfigOption("pipeline, gpipe", {"parallel.pipeline": 2, "parallel.schedule": "gpipe"}, "variant"),
+    ConfigOption("pipeline, interleaved", {"parallel.pipeline": 2, "parallel.schedule": "interleaved"}, "variant"),
+    ConfigOption("context", {"parallel.context": 2}, "degree"),
+)
 
 
 @dataclass(frozen=True)
@@ -109,6 +153,67 @@ def default_cases(config: RunConfig, ranks: int, precision: str) -> list[Case]:
 
 def _is_one_device(parallel: ParallelSection) -> bool:
     return parallel.features.one_process and not parallel.features.many_devices
+
+
+def parallel_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
+    """Every choice of parallel settings, but for those of DeepSpeed, that ``config`` allows over so many ranks and that
+    uses all of them.
+
+    These are each strategy and each degree, every combination of the two strategies and the degrees that matter most
+    (``ddp`` and ``fsdp``, ``tensor``, ``pipeline`` and ``context``), and each variant by itself.
+
+    Returns:
+        Settings of ``parallel`` that are not the default, such as ``{"strategy": "fsdp", "tensor": 2}``.
+    """
+    ddp = next(option for option in PARALLEL_OPTIONS if option.label == "ddp")
+    strategies = [option for option in PARALLEL_OPTIONS if option.kind == "strategy"]
+    degrees = [option for option in PARALLEL_OPTIONS if option.kind == "degree"]
+    together = chain.from_iterable(combinations(degrees, count) for count in range(len(degrees) + 1))
+    tried: list[tuple[ConfigOption, ...]] = [(strategy, *chosen) for chosen in together for strategy in strategies]
+    tried += [(ddp, option) for option in PARALLEL_OPTIONS if option.kind == "variant"]
+    return _fitting(config, tried, ranks)
+
+
+def deepspeed_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
+    """Every choice of DeepSpeed's settings that ``config`` allows over so many ranks and that uses all of
+    them.
+
+    These are each ZeRO stage and offloading, and every combination of tensor and pipeline with stage 1.
+
+    Returns:
+        As ``parallel_cases``.
+    """
+    stages = [option for option in PARALLEL_OPTIONS if option.kind == "deepspeed"]
+    stage_1 = next(option for option in stages if option.settings["parallel.zero_stage"] == 1)
+    degrees = [option for option in PARALLEL_OPTIONS if option.kind == "degree"]
+    together = chain.from_iterable(combinations(degrees, count) for count in range(1, len(degrees) + 1))
+    return _fitting(config, [*((stage,) for stage in stages), *((stage_1, *chosen) for chosen in together)], ranks)
+
+
+def _fitting(config: RunConfig, tried: Iterable[Sequence[ConfigOption]], ranks: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for options in tried:
+        parallel = {
+            key.removeprefix("parallel."): value for option in options for key, value in option.settings.items()
+        }
+        if _fits(config, parallel, ranks):
+            found.append(parallel)
+    return found
+
+
+def _fits(config: RunConfig, parallel: Mapping[str, Any], ranks: int) -> bool:
+    kept = {name: getattr(config.parallel, name) for name in _KEPT}
+    section = ParallelSection(**kept, **parallel)
+    launch = config.launch.model_copy(update={"nproc": ranks})
+    changed = with_parallel(config.model_copy(update={"launch": launch}), section)
+    if any(rule.broken(changed) for rule in RULES):
+        return False
+    try:
+        data = check_degrees(changed, ranks)
+    except UserError:
+        return False
+    # fsdp needs two shards or more; other strategies two replicas or more, or a model over several ranks
+    return data > section.replicate if section.features.shards_parameters else data > 1 or data < ranks
 
 
 def case_text(settings: Mapping[str, Any]) -> str:

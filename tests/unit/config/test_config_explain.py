@@ -7,15 +7,12 @@ import jsonschema
 import pytest
 
 from drawbar.cli.init import SCHEMA
-from drawbar.config.io.explain import explain, markdown_reference, schema_json
+from drawbar.config.io.explain import explain, schema_json
 from drawbar.config.io.fields import catalogue
 from drawbar.config.io.load_config import load_config
 from drawbar.config.io.source import parse_yaml
-from drawbar.config.rules.rule_table import RULES, TRAIN_RULES
 from drawbar.config.schema.run_config import CausalLMConfig, TaskConfig, run_config_type
 from drawbar.errors import UserError
-
-DOCUMENTATION = Path(__file__).parents[3] / "docs" / "configuration.md"
 
 
 class ScoringConfig(TaskConfig):
@@ -157,19 +154,6 @@ def test_every_setting_has_a_meaning():
         if not setting.meaning and not setting.is_section
     ]
     assert undocumented == []
-
-
-def test_reference_has_every_setting_and_every_rule():
-    text = markdown_reference()
-    for setting in catalogue(run_config_type(CausalLMConfig)).values():
-        assert f"`{setting.key}`" in text
-    for rule in RULES + TRAIN_RULES:
-        assert rule.reason in text
-        assert rule.remedy in text
-
-
-def test_documentation_is_up_to_date():
-    assert DOCUMENTATION.read_text(encoding="utf-8") == markdown_reference(), "docs/configuration.md: run `make docs`"
 
 
 def test_no_setting_is_explained_by_a_pattern():

@@ -1,10 +1,25 @@
 """Which strategies `drawbar parity` compares, and how they are written."""
 
+from typing import Any
+
 import pytest
 
-from drawbar.config.schema.run_config import EveryKthBlock, LaunchSection, ParallelSection, RunConfig, TrainSection
+from drawbar.config.deepspeed.deepspeed_rules import DEEPSPEED
+from drawbar.config.rules.parallel_rules import PARALLEL
+from drawbar.config.rules.rule_table import check_degrees
+from drawbar.config.schema.deepspeed_section import DeepSpeedSection
+from drawbar.config.schema.run_config import (
+    DataSection,
+    EveryKthBlock,
+    LaunchSection,
+    OptimSection,
+    ParallelSection,
+    RunConfig,
+    TrainSection,
+)
+from drawbar.config.schema.task_sections import MaskedLMConfig
 from drawbar.errors import UserError
-from drawbar.parity.cases import default_cases, parse_cases
+from drawbar.parity.cases import deepspeed_cases, default_cases, parallel_cases, parse_cases
 
 CONFIG = RunConfig(device="cpu", train=TrainSection(global_batch=8, steps=10))
 
@@ -71,3 +86,76 @@ def test_the_configurations_own_way_is_one() -> None:
     assert names(odd, 4)[-1] == "as configured"
     again = RunConfig(parallel=ParallelSection(strategy="single", activation_checkpointing="full"))
     assert names(again, 1) == ["single"]
+
+
+def cases(ranks: int, **sections: Any) -> list[dict[str, Any]]:
+    return parallel_cases(RunConfig(device="cpu", **sections), ranks)
+
+
+def test_cases_of_the_acceptance() -> None:
+    ddp = {"strategy": "ddp"}
+    assert cases(1) == []
+    assert cases(2) == [
+        ddp,
+        {"strategy": "fsdp"},
+        {**ddp, "tensor": 2},
+        {**ddp, "pipeline": 2},
+        {"strategy": "zero1"},
+        {"strategy": "fsdp", "reshard": False},
+        {"strategy": "fsdp", "offload": True},
+        {**ddp, "tensor": 2, "sequence": True},
+        {**ddp, "pipeline": 2, "schedule": "gpipe"},
+        {**ddp, "pipeline": 2, "schedule": "interleaved"},
+    ]
+    four = cases(4)
+    for strategy in ("ddp", "fsdp"):
+        assert {"strategy": strategy, "tensor": 2} in four
+        assert {"strategy": strategy, "pipeline": 2} in four
+    assert {**ddp, "pipeline": 2, "tensor": 2} in four
+    assert {"strategy": "fsdp", "replicate": 2} in four
+    assert {"strategy": "fsdp", "pipeline": 2, "tensor": 2} in cases(8)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
+def test_cases_fit_the_ranks(ranks: int) -> None:
+    found = parallel_cases(RunConfig(device="cuda"), ranks)
+    assert found
+    assert len({str(case) for case in found}) == len(found)
+    for case in found:
+        config = RunConfig(device="cuda", parallel=ParallelSection(**case))
+        check_degrees(config, ranks)
+        assert not any(rule.broken(config) for rule in PARALLEL)
+    assert any("context" in case for case in found) == (ranks % 2 == 0)
+
+
+def test_cases_of_deepspeed() -> None:
+    deepspeed = {"strategy": "deepspeed"}
+    assert deepspeed_cases(RunConfig(device="cpu"), 2) == [
+        *({**deepspeed, "zero_stage": stage} for stage in range(4)),
+        {**deepspeed, "zero_stage": 2, "offload": True},
+        {**deepspeed, "zero_stage": 3, "offload": True},
+        {**deepspeed, "zero_stage": 1, "tensor": 2},
+        {**deepspeed, "zero_stage": 1, "pipeline": 2},
+    ]
+    eight = deepspeed_cases(RunConfig(device="cuda"), 8)
+    assert {**deepspeed, "zero_stage": 1, "tensor": 2, "pipeline": 2} in eight
+    for case in eight:
+        config = RunConfig(device="cuda", parallel=ParallelSection(**case))
+        check_degrees(config, 8)
+        assert not any(rule.broken(config) for rule in PARALLEL + DEEPSPEED)
+
+
+def test_cases_leave_settings_of_deepspeed_out() -> None:
+    with_section = RunConfig(device="cpu", deepspeed=DeepSpeedSection(preset="zero3"))
+    assert parallel_cases(with_section, 2) == cases(2)
+    assert deepspeed_cases(with_section, 2) == deepspeed_cases(RunConfig(device="cpu"), 2)
+
+
+def test_cases_are_those_of_the_configuration() -> None:
+    task = MaskedLMConfig(model="a-model")
+    assert not any("pipeline" in case for case in cases(4, task=task))
+    assert not any(
+        case["strategy"] == "fsdp" or "tensor" in case for case in cases(4, optim=OptimSection(name="adafactor"))
+    )
+    packed = parallel_cases(RunConfig(device="cuda", data=DataSection(batching="packed")), 2)
+    assert not any("context" in case for case in packed)
