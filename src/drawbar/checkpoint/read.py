@@ -340,11 +340,6 @@ class PartFiles:
         self.read_into(TensorBox(name, tuple(self.shape(name)), tuple(offset), region))
         return region
 
-    def read_whole(self, name: str) -> Tensor:
-        """A whole tensor. Raises as ``read`` does."""
-        shape = self.shape(name)
-        return self.read(name, [0] * len(shape), shape)
-
     def read_into(self, box: TensorBox) -> None:
         """Fill a box of a tensor. Raises as ``read`` does."""
         self.fill([box])

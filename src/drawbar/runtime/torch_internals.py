@@ -39,25 +39,6 @@ NAMES = {
 }
 """By name: its module, and what it is for."""
 
-MEMBERS = (
-    "torch.cuda:_is_in_bad_fork",
-    "torch.distributed.device_mesh:DeviceMesh._concatenate",
-    "torch.distributed.device_mesh:DeviceMesh._flatten",
-    "torch.distributed.device_mesh:DeviceMesh._unflatten",
-    "torch.distributed.distributed_c10d:_world.pg_map",
-    "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler:Popen",
-    "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
-    "torch.distributed.tensor.parallel:ColwiseParallel._prepare_output_fn",
-    "torch.distributed.tensor.parallel:ParallelStyle._apply",
-    "torch.nn.attention.varlen:torch.ops.torch_attn._varlen_attn.default",
-    "torch:ops.aten._local_scalar_dense.default",
-    "torch:ops.aten._scaled_dot_product_cudnn_attention.default",
-    "torch:ops.aten._scaled_dot_product_efficient_attention.default",
-    "torch:ops.aten._scaled_dot_product_flash_attention.default",
-    "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu.default",
-)
-"""Members of torch's modules and classes that are replaced, overridden, or asked for by name."""
-
 
 def __getattr__(name: str) -> Any:
     """
