@@ -32,9 +32,8 @@ from drawbar.engines.engine import Engine
 from drawbar.engines.executors import count_targets
 from drawbar.engines.updaters import TorchUpdater
 from drawbar.forecast.machine import Machine
-from drawbar.forecast.own_process import in_own_process
 from drawbar.forecast.rank_forecast import forecast_rank
-from drawbar.forecast.run_forecast import Forecaster
+from drawbar.forecast.run_forecast import Forecaster, in_own_process
 from drawbar.forecast.worst_batch import rows_and_count, worst_micro_batch
 from drawbar.parallel.zero1 import local_optimizer
 from drawbar.runtime.seed import seed_everything

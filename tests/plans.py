@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from drawbar.data.plan import Plan
+from drawbar.data.packing import Plan
 
 
 def plan_of(rows: Iterable[Sequence[int]]) -> Plan:

@@ -173,7 +173,7 @@ def _order_of_a_step(ranks: int) -> Share:
 def _packing_plan() -> Share:
     import numpy as np
 
-    from drawbar.data.plan import plan_rows
+    from drawbar.data.packing import plan_rows
 
     lengths = np.random.default_rng(0).integers(10, 500, SAMPLES)
     return Share(
@@ -221,7 +221,7 @@ def _signs_of_life(ranks: int) -> dict[str, Share]:
     """All ranks but one wait for that one: rank 0 reads what each says that it does, and publishes the digest."""
     import torch.distributed as dist
 
-    from drawbar.distributed.rank_activity import ActivityReader, LivenessDigest, RankActivity
+    from drawbar.distributed.liveness import ActivityReader, LivenessDigest, RankActivity
 
     store = dist.HashStore()
     reader = ActivityReader(store, ranks, silent_after=20)

@@ -82,8 +82,7 @@ def _drawbar(work: Workload) -> tuple[Any, Any]:
     from benchmarks.peers.opened import open_task
     from benchmarks.peers.workload import Settings
     from drawbar.evaluation.scoring import evaluate
-    from drawbar.train.batch_making import make_augment
-    from drawbar.train.batches import eval_micro_batch, load_split
+    from drawbar.train.batches import eval_micro_batch, load_split, make_augment
 
     run = open_task(overrides(work, Settings(options={"overrides": ["eval.micro_batch=8"]}), f"{work.folder}/runs"))
     engine = run.engine()

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from drawbar.checkpoint.all_ranks import read_on_all_ranks
-from drawbar.checkpoint.async_writer import AsyncWriter
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EngineState
 from drawbar.train.checkpoint_layouts import CheckpointLayout, PartsLayout, WholeTensorsLayout
+from drawbar.train.saver import AsyncWriter
 
 DISK, MEMORY, PARTS, WHOLE = "the disk alone", "a copy in memory alone", "drawbar, parts", "drawbar, whole tensors"
 ALONE = (DISK, MEMORY, PARTS, WHOLE, "torch.save", "safetensors", "torch DCP, async", "Trainer")

@@ -22,8 +22,7 @@ from torch.nn import functional
 from drawbar.config.schema.run_config import DataSection, OptimSection, RunConfig, TrainSection
 from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import MicroBatch, MicroBatchSize, Rows, SampleRows, TrainLoader
-from drawbar.data.packing import IGNORED_LABEL, PackedRows
-from drawbar.data.plan import plan_rows
+from drawbar.data.packing import IGNORED_LABEL, PackedRows, plan_rows
 from drawbar.data.prefetch import BatchMaker, Prefetcher
 from drawbar.data.sampler import InOrder
 from drawbar.distributed.process_group import Distributed

@@ -24,9 +24,8 @@ from drawbar.engines import local_model, torch_strategies, updaters
 from drawbar.parallel import ddp
 from drawbar.parity.cases import case_text, parallel_cases, parse_case
 from drawbar.parity.comparison import KINDS
-from drawbar.parity.reference import make_reference
 from drawbar.parity.result import Result
-from drawbar.parity.run import ParityRequest, describe, run_case
+from drawbar.parity.run import ParityRequest, describe, make_reference, run_case
 from drawbar.parity.workload import Workload
 from drawbar.tasks.task_registry import task_class
 from exhaustive import some

@@ -15,9 +15,8 @@ from drawbar.config.parallel_dims import ParallelDims
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.parity.cases import parse_case
-from drawbar.parity.reference import make_reference
 from drawbar.parity.result import Result
-from drawbar.parity.run import ParityRequest, run_case
+from drawbar.parity.run import ParityRequest, make_reference, run_case
 from drawbar.parity.workload import Workload
 from drawbar.tasks.task_registry import task_class
 from exhaustive import some

@@ -20,7 +20,7 @@ import pytest
 from drawbar.data import cache
 from drawbar.data.cache import content_key, encode_cached
 from drawbar.data.dataset import EncodedDataset
-from drawbar.data.reading import read_list
+from drawbar.data.sources import read_list
 from drawbar.errors import ExitCode, UserError
 
 RECORDS = [{"n": n} for n in range(60)]
@@ -208,7 +208,7 @@ from pathlib import Path
 import numpy as np
 from drawbar.data.cache import encode_cached
 from drawbar.data.dataset import EncodedDataset
-from drawbar.data.reading import read_list
+from drawbar.data.sources import read_list
 from drawbar.errors import UserError
 
 cache = Path(sys.argv[1]) / "cache"

@@ -14,7 +14,7 @@ from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.device_copies import DeviceCopies
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.task import Task
-from drawbar.train.batch_making import make_prefetcher
+from drawbar.train.batches import make_prefetcher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

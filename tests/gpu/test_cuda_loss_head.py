@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from drawbar.models.liger import liger_cross_entropy
-from drawbar.models.logit_ops import LogitOps
+from drawbar.models.loss_head import LogitOps, liger_cross_entropy
 from drawbar.parallel.chunked_loss import chunked_cross_entropy
 from drawbar.parallel.precision import autocast
 

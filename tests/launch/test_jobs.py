@@ -24,11 +24,9 @@ from drawbar.launch.jobs.records import JobEnd, JobRecord, append_records, find,
 from drawbar.launch.jobs.run_status import write_run_status
 from drawbar.launch.slurm import allocation
 from drawbar.launch.slurm.allocation import Allocation
-from drawbar.launch.slurm.cpus import few_cpus
 from drawbar.launch.slurm.queue import COLUMNS, QueueEntry, expand, parse
-from drawbar.launch.slurm.slurm_status import judge_job
-from drawbar.util.best_score import BestScore
-from drawbar.util.run_dir import LOCK_FILE
+from drawbar.launch.slurm.slurm_launcher import few_cpus, judge_job
+from drawbar.util.run_dir import LOCK_FILE, BestScore
 from harness import Finished, run_cli
 from messages import check_one_message
 

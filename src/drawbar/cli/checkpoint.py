@@ -44,8 +44,7 @@ def list_(run: str, as_json: bool) -> None:
     from drawbar.util.torch_imports import quick_imports
 
     with quick_imports():
-        from drawbar.commands.checkpoints import list_checkpoints
-        from drawbar.commands.remote_copies import list_copies
+        from drawbar.commands.checkpoints import list_checkpoints, list_copies
 
     if "://" in run:
         list_copies(run, as_json)
@@ -71,8 +70,7 @@ def verify(run: str, step: int | None) -> int:
     from drawbar.util.torch_imports import quick_imports
 
     with quick_imports():
-        from drawbar.commands.checkpoints import verify_checkpoints
-        from drawbar.commands.remote_copies import verify_copies
+        from drawbar.commands.checkpoints import verify_checkpoints, verify_copies
 
     return verify_copies(run, step) if "://" in run else verify_checkpoints(Path(run), step)
 

@@ -86,8 +86,7 @@ def export(
     loaded = load_run(run, ("launch.nproc=1", "device=cpu", "precision=fp32"), task)
 
     with quick_imports():
-        from drawbar.commands.export_run import ExportFormat, export_run
-        from drawbar.commands.hub_push import Push
+        from drawbar.commands.export_run import ExportFormat, Push, export_run
 
     target = None if push is None else Push(push, public)
     export_run(loaded.config, task, folder, checkpoint, ExportFormat(merge, dtype, shard_size), target)

@@ -88,7 +88,7 @@ def generate(
         from drawbar.commands.output_files import TEXTS, check_output, write_lines
         from drawbar.commands.score_run import generate_from_run
         from drawbar.evaluation.text_generation import Sampling
-        from drawbar.tasks.record_shapes import reads_alpaca
+        from drawbar.tasks.messages import reads_alpaca
 
     loaded = load_run(run, ("launch.nproc=1",), task)
     path = None if output is None else check_output(output, overwrite, TEXTS)

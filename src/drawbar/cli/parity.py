@@ -13,7 +13,7 @@ from drawbar.cli.complete_words import complete_config_and_settings
 if TYPE_CHECKING:
     from drawbar.config.schema.run_config import RunConfig
     from drawbar.parity.cases import Case
-    from drawbar.parity.results_dir import ResultsDir
+    from drawbar.parity.result import ResultsDir
     from drawbar.parity.run import ParityRequest
     from drawbar.tasks.task import Task
 
@@ -93,8 +93,7 @@ def parity(
     with quick_imports():
         from drawbar.models.folder import INITIAL_MODEL
         from drawbar.parity.cases import default_cases, parse_cases
-        from drawbar.parity.result import ParityReport
-        from drawbar.parity.results_dir import ResultsDir
+        from drawbar.parity.result import ParityReport, ResultsDir
         from drawbar.parity.run import ParityRequest, refused_cases
         from drawbar.train.initial_model import write_initial_model
 

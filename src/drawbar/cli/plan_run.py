@@ -97,9 +97,8 @@ def plan(
     with quick_imports():
         from rich.console import Console
 
-        from drawbar.forecast.forecast_tables import print_forecast
+        from drawbar.forecast.forecast_tables import print_forecast, write_json
         from drawbar.forecast.machine import make_machine
-        from drawbar.forecast.output import write_json
         from drawbar.forecast.run_forecast import Forecaster
         from drawbar.forecast.suggestions import suggest
         from drawbar.tasks.task_registry import task_class

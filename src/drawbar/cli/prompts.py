@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar.config.schema.data_section import DataSection
 from drawbar.config.schema.task_sections import TEMPLATE_COLUMNS
-from drawbar.data.nested import old_name, value_at
 from drawbar.data.sources import Record, open_records
+from drawbar.data.tables import old_name, value_at
 from drawbar.errors import UserError
-from drawbar.tasks.record_shapes import ALPACA_INPUT, ALPACA_INSTRUCTION, alpaca_prompt
+from drawbar.tasks.messages import ALPACA_INPUT, ALPACA_INSTRUCTION, alpaca_prompt
 
 if TYPE_CHECKING:
     from drawbar.evaluation.text_generation import Prompt

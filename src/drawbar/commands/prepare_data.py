@@ -21,8 +21,7 @@ from drawbar.tasks.task import Task
 from drawbar.tasks.task_registry import task_class
 from drawbar.tasks.user_methods import check_signatures
 from drawbar.tracking.console import Console, make_console
-from drawbar.tracking.histogram import print_histogram
-from drawbar.tracking.table import print_table
+from drawbar.tracking.table import print_histogram, print_table
 from drawbar.train.batches import FIRST_RECORDS, load_split, log_unread_columns, order_and_rows, train_micro_batch
 from drawbar.train.initial_model import temporary_initial_model
 from drawbar.train.setup import build_task

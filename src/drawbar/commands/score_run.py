@@ -26,8 +26,7 @@ from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.method_errors import is_user_defined
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
-from drawbar.train.batch_making import make_augment
-from drawbar.train.batches import OpenedSplit, encode_split, eval_micro_batch, open_split
+from drawbar.train.batches import OpenedSplit, encode_split, eval_micro_batch, make_augment, open_split
 from drawbar.train.setup import check_predicts, open_checkpoint, task_of_run
 from drawbar.util.atomic_files import is_stream
 

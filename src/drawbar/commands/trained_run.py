@@ -22,8 +22,7 @@ from drawbar.tasks.batch import PredictFunction
 from drawbar.tasks.encoder import TaskEncoder
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import SilentConsole
-from drawbar.train.batch_making import make_augment
-from drawbar.train.batches import eval_micro_batch, load_split
+from drawbar.train.batches import eval_micro_batch, load_split, make_augment
 from drawbar.train.setup import check_predicts, on_one_process, open_checkpoint, task_of_run
 from drawbar.util.run_dir import METRICS_FILE
 

@@ -1,5 +1,6 @@
 """A content-addressed cache of encoded data: each entry is encoded once, by one process, however many need it at the
-same time."""
+same time.
+"""
 
 import errno
 import fcntl
@@ -8,6 +9,7 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,11 +21,248 @@ import numpy as np
 from drawbar.data.columns import FolderStorage
 from drawbar.data.dataset import EncodedDataset, read_samples, write_samples
 from drawbar.data.encode import Encode, OnProgress
-from drawbar.data.heartbeat import Failure, Heartbeat, Watch
 from drawbar.data.readers import Record
-from drawbar.data.reading import Reading
+from drawbar.data.sources import Reading, Records
+from drawbar.distributed.process_group import Distributed
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger, told_while_waiting
+from drawbar.util.atomic_files import identity, replacing
+
+DIGESTS_FILE = "digests.json"
+"""Beside the encoded data."""
+MAX_DIGESTS = 100_000
+"""The most digests that are kept; when there are more, the oldest are dropped."""
+MIN_AGE_NS = 2 * 10**9
+"""Nanoseconds a file must be unchanged before its times are trusted: some file systems have 2 s timestamps."""
+
+
+class DigestCache:
+    """Digests of the content of files, by path and ``identity``: a file that has not changed is not read again.
+
+    Args:
+        folder: where they are kept; it need not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / DIGESTS_FILE
+        self._stored = _read(self._path)
+        self._new: dict[str, str] = {}
+
+    def of(self, file: Path) -> str:
+        """Hex digest of every byte of a file. Raises OSError where it cannot be read."""
+        found, began = identity(file), time.time_ns()
+        key = json.dumps([str(file.absolute()), *found])
+        digest = self._stored.get(key)
+        if digest is None:
+            digest = file_digest(file)
+            _size, mtime, ctime, _inode = found
+            if identity(file) == found and began - max(mtime, ctime) > MIN_AGE_NS:
+                self._new[key] = digest
+        return digest
+
+    def save(self) -> None:
+        """Save the digests, if the folder is writable."""
+        if self._new:
+            others = _read(self._path)  # that other processes have kept in the meantime
+            latest = list({**others, **self._new}.items())[-MAX_DIGESTS:]
+            with suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                replace_text(self._path, json.dumps(dict(latest), indent=0))
+
+
+def _read(path: Path) -> dict[str, str]:
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text("utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def file_digest(file: Path) -> str:
+    """Hex digest of every byte of a file."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def digest_for_all(records: Records, kept: DigestCache, world: Distributed) -> str:
+    """``records.digest``. Of the ranks that see the same files, one reads them. Every rank must call this function."""
+    leader = world.lowest_rank_with_same(records.identity())
+    own = None
+    if leader == world.rank:
+        with world.working("hashing the data"):
+            own = records.digest(kept.of)
+    found = world.all_gather(own)[leader]
+    assert found is not None
+    return found
+
+
+BEAT_SECONDS = 1.0
+
+
+class Heartbeat:
+    """Tells waiting processes which one encodes, and how far it is. Its thread beats while records are read, too."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.done = 0
+        self.total = 0
+        self._beats = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def report(self, done: int, total: int) -> None:
+        self.done, self.total = done, total
+
+    def __enter__(self) -> "Heartbeat":
+        self._beat()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        while not self._end.wait(BEAT_SECONDS):
+            self._beat()
+
+    def _beat(self) -> None:
+        self._beats += 1
+        about = {"host": socket.gethostname(), "pid": os.getpid(), "done": self.done, "total": self.total}
+        with suppress(OSError):  # a full disk stops the encoding itself
+            replace_text(self.path, json.dumps({**about, "beats": self._beats}))
+
+
+class Watch:
+    """Reads the heartbeat in a waiting process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.seen = False
+        """Whether a heartbeat was ever seen: of a process that encodes, or of one that died over it."""
+        self._text = ""
+        self._changed = time.monotonic()
+        self._about: dict[str, Any] = {}
+
+    def look(self, progress: OnProgress | None) -> None:
+        try:
+            text = self.path.read_text()
+        except OSError:
+            return
+        if text == self._text:
+            return
+        self.seen = True
+        self._text = text
+        self._changed = time.monotonic()
+        with suppress(ValueError):
+            self._about = json.loads(text)
+        if progress and self._about.get("total"):
+            progress(self._about["done"], self._about["total"])
+
+    def __str__(self) -> str:
+        if not self._about:
+            return f"the process that holds {self.path.with_suffix('.lock')}"
+        return f"process {self._about['pid']} on host {self._about['host']}, which encodes the data"
+
+    def raise_if_silent(self, timeout: float) -> None:
+        if time.monotonic() - self._changed <= timeout:
+            return
+        about = {"pid": "?", "host": "?", "done": 0, "total": 0, **self._about}
+        raise UserError(
+            f"process {about['pid']} on host {about['host']} encodes the data, and sent no heartbeat for "
+            f"{timeout:.0f} s (it had done {about['done']} of {about['total']} records)",
+            where=str(self.path.with_suffix(".lock")),
+            remedy=f"look at that process, end it (on {about['host']}: `kill -9 {about['pid']}`), and start again",
+            exit_code=ExitCode.FAILED,
+        )
+
+
+class Failure:
+    """Why encoding failed: told to the processes that wait, which would only fail again, maybe hours later.
+
+    A failure that was there before this process began to wait is an older attempt's, and does not count.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._old = self._read()
+
+    def _read(self) -> str:
+        try:
+            return self.path.read_text()
+        except OSError:
+            return ""
+
+    def write(self, error: UserError) -> None:
+        about = {"what": error.what, "where": error.where, "remedy": error.remedy, "exit_code": int(error.exit_code)}
+        with suppress(OSError):
+            replace_text(self.path, json.dumps({**about, "attempt": f"{os.getpid()} {time.time_ns()}"}))
+
+    def raise_if_new(self) -> None:
+        text = self._read()
+        if text and text != self._old:
+            about = json.loads(text)
+            raise UserError(
+                about["what"],
+                where=about["where"],
+                remedy=about["remedy"],
+                exit_code=ExitCode(about["exit_code"]),
+            )
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text atomically: readers see the old or the new content, never a part."""
+    with replacing(path, one_writer=False, durable=False) as file:
+        file.write(text.encode())
+
+
+SHOWN_CHANGES = 5
+_IDENTIFYING_INPUTS = {"the records", "task.type"}
+"""Inputs that differ between unrelated runs; runs that differ in at most five inputs are related anyway."""
+
+_IN_WORDS = {"the task's facts": "the dataset metadata"}
+"""Names as messages show them, where an older name must stay in the cache keys."""
+
+
+def is_cached(cache: Path, name: str, inputs: Mapping[str, str]) -> bool:
+    """Whether the cache has these samples."""
+    return (entry_folder(cache, name, inputs) / META).is_file()
+
+
+def explain_cache_miss(cache: Path, name: str, inputs: Mapping[str, str]) -> str | None:
+    """What differs from the most similar cached samples of this name, as a text for the log.
+    None if all cached samples of this name seem to belong to unrelated runs."""
+    changes = [_changes(kept, inputs) for kept in _cached_entries(cache, name)]
+    if not changes:
+        return f"no {name} data are kept in {cache}"
+    changes = [changed for changed in changes if not _is_unrelated_run(changed)]
+    if not changes:
+        return None
+    fewest = min(changes, key=len)
+    shown = ", ".join(_IN_WORDS.get(name, name) for name in fewest[:SHOWN_CHANGES])
+    more = f" and {len(fewest) - SHOWN_CHANGES} more" if len(fewest) > SHOWN_CHANGES else ""
+    return f"changed since those that are kept: {shown}{more}"
+
+
+def _cached_entries(cache: Path, name: str) -> list[dict[str, str]]:
+    """The inputs of the cache's entries."""
+    found = []
+    for path in cache.glob(f"{name}-*/{META}"):
+        try:
+            found.append(dict(json.loads(path.read_text())["made_of"]))
+        except (OSError, ValueError, KeyError, TypeError):  # removed just now, damaged, or of another version
+            continue
+    return found
+
+
+def _is_unrelated_run(changed: list[str]) -> bool:
+    return len(changed) > SHOWN_CHANGES and not _IDENTIFYING_INPUTS.isdisjoint(changed)
+
+
+def _changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    return [name for name in [*new, *(name for name in old if name not in new)] if old.get(name) != new.get(name)]
+
 
 T = TypeVar("T")
 

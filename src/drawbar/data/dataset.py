@@ -11,20 +11,22 @@ from numpy.typing import NDArray
 from drawbar.data.columns import (
     Column,
     ColumnWriter,
+    DifferenceWriter,
     FieldKinds,
     LongestField,
     MemoryStorage,
     Sample,
     Storage,
     Values,
+    base_of,
     describe_kind_mismatch,
     fingerprint,
     read_column,
+    read_differences,
 )
-from drawbar.data.differences import DifferenceWriter, base_of, read_differences
 from drawbar.data.encode import RESERVED_FIELDS, Chunk, Encode, OnProgress, encode_chunks, field_kinds_error
 from drawbar.data.readers import Record
-from drawbar.data.reading import KEPT_MESSAGES, Reading, read_list
+from drawbar.data.sources import KEPT_MESSAGES, Reading, read_list
 from drawbar.errors import UserError
 
 __all__ = [

@@ -17,7 +17,7 @@ import torch
 
 from drawbar.config.io.user_modules import cause
 from drawbar.data.columns import Sample
-from drawbar.data.worker_pool import WorkerFailed, WorkerPool, pickled
+from drawbar.data.encode import WorkerFailed, WorkerPool, pickled
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import note_host_generators, rng_bytes

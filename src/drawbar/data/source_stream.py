@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drawbar.config.io.user_modules import cause
+from drawbar.data.arrow import HubDataset
 from drawbar.data.class_labels import agreed_names
 from drawbar.data.files import check_contents
-from drawbar.data.hub_dataset import HubDataset
-from drawbar.data.nested import columns_of, old_name, value_at
 from drawbar.data.readers import BadRecord, RawRecord, Reader, Record
+from drawbar.data.tables import columns_of, old_name, value_at
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 from drawbar.util.atomic_files import identity

@@ -22,11 +22,36 @@ from drawbar.config.parallel_dims import ParallelDims
 from drawbar.distributed.interrupt import heard_inside_calls
 from drawbar.distributed.liveness import Liveness
 from drawbar.distributed.rank_info import RankInfo, has_launcher, node_name, who_set_rank
-from drawbar.distributed.stores import prefixed_store
 from drawbar.distributed.watchdog import JOINED, ProcessId, Watchdog
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime import torch_internals
 from drawbar.runtime.log import logger, told_while_waiting
+
+_stores: list[dist.Store] = []
+"""The rendezvous store, and one ``PrefixStore`` of it for each ``Distributed`` that was joined."""
+
+
+def prefixed_store(timeout: timedelta) -> dist.Store:
+    """A ``PrefixStore`` for one :class:`Distributed`, so that a second one in this process does not find the keys of
+    the first.
+
+    Raises:
+        UserError: this process has a process group already.
+    """
+    if dist.is_initialized():
+        raise UserError(
+            "this process has a process group already: that of a run that has failed here, or one of the script's own",
+            where="torch.distributed",
+            remedy="after a run that has failed, start the script anew; make no process group before a run",
+            exit_code=ExitCode.FAILED,
+        )
+    if not _stores:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        _stores.append(store)
+    own = dist.PrefixStore(f"world-{len(_stores)}", _stores[0])
+    _stores.append(own)
+    return own
+
 
 T = TypeVar("T")
 

@@ -18,8 +18,7 @@ from drawbar.engines.parts import EngineParts
 from drawbar.errors import UserError
 from drawbar.parallel.compile import check_compiler
 from drawbar.parallel.fp8 import check_fp8
-from drawbar.parallel.low_precision_weights import store_frozen_weights_low
-from drawbar.parallel.precision import choose_dtypes
+from drawbar.parallel.precision import choose_dtypes, store_frozen_weights_low
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import note_host_generators
 from drawbar.tasks.pretrained import PretrainedTask

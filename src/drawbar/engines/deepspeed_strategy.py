@@ -22,17 +22,18 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.engines.deepspeed_parts import DeepSpeedState, DeepSpeedUpdater
 from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainingForward, task_loss
 from drawbar.engines.local_model import (
+    EmptyStages,
     LocalModel,
     WeightSource,
     build_meta,
     build_meta_model,
+    build_stages,
     build_whole,
     prepare_attention,
     prepared_meta_model,
 )
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.engines.parts import EngineParts
-from drawbar.engines.stage_building import EmptyStages, build_stages
 from drawbar.engines.state_access import StagesState
 from drawbar.errors import UserError
 from drawbar.models.plans import plan_for

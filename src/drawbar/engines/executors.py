@@ -18,10 +18,9 @@ from drawbar.parallel.compile import uncompiled_blocks
 from drawbar.parallel.context import ContextParallel
 from drawbar.parallel.fsdp import free_gathered
 from drawbar.parallel.gradients import sum_dtype
-from drawbar.parallel.low_precision_weights import cast_weights_once
 from drawbar.parallel.pipeline.inference import PipelineInference
 from drawbar.parallel.pipeline.schedule import Inputs, Loss
-from drawbar.parallel.precision import autocast
+from drawbar.parallel.precision import autocast, cast_weights_once
 from drawbar.parallel.styles import sharded_logits
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.method_errors import method_error

@@ -8,9 +8,16 @@ from torch import nn
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.errors import UserError
-from drawbar.models.liger import liger_cross_entropy
-from drawbar.models.logit_ops import LogitOps, UnknownHead, ops_after_head
-from drawbar.models.loss_head import LABELS, POSITIONS, CrossEntropy, give_loss_head
+from drawbar.models.loss_head import (
+    LABELS,
+    POSITIONS,
+    CrossEntropy,
+    LogitOps,
+    UnknownHead,
+    give_loss_head,
+    liger_cross_entropy,
+    ops_after_head,
+)
 from drawbar.parallel.chunked_loss import LossTargets, chunked_cross_entropy
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch

@@ -14,18 +14,23 @@ from drawbar.data.packing import IGNORED_LABEL
 from drawbar.distributed.device_mesh import another_group, build_mesh
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainingForward, task_loss
-from drawbar.engines.local_model import LocalModel, apply_dtypes, build_shards, build_whole, prepare_attention
+from drawbar.engines.local_model import (
+    LocalModel,
+    apply_dtypes,
+    build_shards,
+    build_stages,
+    build_whole,
+    prepare_attention,
+)
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.engines.parts import EngineParts, Executor
-from drawbar.engines.stage_building import build_stages
 from drawbar.engines.state_access import StagesState, TorchState
 from drawbar.engines.updaters import SquaredNorm, StagesSquaredNorm, TorchUpdater, model_squared_norm
 from drawbar.errors import ExitCode, UserError
 from drawbar.optim.optimizers import build_optimizers
 from drawbar.parallel.apply import parallelize
 from drawbar.parallel.context import ContextParallel, check_context
-from drawbar.parallel.ddp import gradient_sync, replicate
-from drawbar.parallel.dp import DataParallel
+from drawbar.parallel.ddp import DataParallel, gradient_sync, replicate
 from drawbar.parallel.fsdp import digest_of_used_units, prepare_sharded_generate, prepare_unused_units
 from drawbar.parallel.pipeline.schedule import Pipeline
 from drawbar.parallel.precision import LossScaler

@@ -18,7 +18,7 @@ from drawbar.config.parallel_dims import ParallelDims
 from drawbar.distributed import device_mesh
 from drawbar.distributed.process_group import DataParallelRanks, Distributed
 from drawbar.distributed.rank_info import RankInfo
-from drawbar.engines import local_model, stage_building, torch_strategies
+from drawbar.engines import local_model, torch_strategies
 from drawbar.runtime.torch_internals import FakeStore, FakeTensorMode, ShardingPropagator, _disable_current_modes
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ _ON_REAL_TENSORS: tuple[tuple[Any, str], ...] = (
     (device_mesh, "init_device_mesh"),
     (torch_strategies, "another_group"),
     *((DeviceMesh, name) for name in ("__getitem__", "_flatten", "_concatenate", "_unflatten")),
-    (stage_building, "build_stage"),
+    (local_model, "build_stage"),
     (local_model, "prepared_meta_model"),
     (local_model, "apply_dtypes"),
     (ShardingPropagator, "_propagate_tensor_meta_non_cached"),

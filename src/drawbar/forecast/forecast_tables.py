@@ -1,15 +1,19 @@
 """A forecast as tables for a terminal."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from drawbar.commands.output_files import writing
 from drawbar.errors import UserError
 from drawbar.forecast.run_forecast import COPY_SPEED, COUNTED, ESTIMATED, RunForecast
 from drawbar.forecast.step_recorder import ACTIVATIONS, COMMUNICATION, LOGITS
 from drawbar.forecast.suggestions import Suggestion
+from drawbar.util.atomic_files import replacing
 from drawbar.util.byte_sizes import readable
 
 Compared = Sequence[tuple[str, RunForecast | UserError]]
@@ -125,3 +129,14 @@ def _machine(forecast: RunForecast) -> str:
 
 def _time(hours: float) -> str:
     return f"{hours * 60:.2g} minutes" if hours < 1 else f"{hours:,.1f} hours"
+
+
+def write_json(path: Path, forecast: RunForecast, compared: Compared, suggestions: Sequence[Suggestion] | None) -> None:
+    """Write the forecast with the strategies beside it and the suggestions. Raises UserError where the disk refuses."""
+    others = {name: {"error": one.what} if isinstance(one, UserError) else one.as_dict() for name, one in compared}
+    changes = [{"overrides": one.text, "peak": one.forecast.largest.peak.bytes} for one in suggestions or ()]
+    text = json.dumps(
+        {**forecast.as_dict(), "strategies": others, "suggestions": changes}, ensure_ascii=False, indent=2
+    )
+    with writing(path, "--json"), replacing(path, one_writer=False) as file:
+        file.write(text.encode() + b"\n")

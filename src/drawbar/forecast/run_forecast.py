@@ -1,12 +1,16 @@
 """The forecast of a run on given machines: what each kind of rank takes, and the run as a whole."""
 
 import math
-from collections.abc import Sequence
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,14 +25,14 @@ from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.rules.rule_table import RULES, check_rules, check_world
 from drawbar.config.schema.run_config import ParallelSection, RunConfig
 from drawbar.config.strategies import AUTO
+from drawbar.data.cache import is_cached
 from drawbar.data.dataset import Sample
-from drawbar.data.reuse import is_cached
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.build import choose_strategy
+from drawbar.errors import ExitCode, UserError
 from drawbar.forecast.fake_world import HOST, FakeWorld
 from drawbar.forecast.machine import Machine
-from drawbar.forecast.own_process import in_own_process
 from drawbar.forecast.rank_forecast import RankForecast, forecast_rank
 from drawbar.forecast.worst_batch import longest_sample
 from drawbar.parallel import context
@@ -42,6 +46,72 @@ from drawbar.tracking.console import SilentConsole
 from drawbar.train.batches import FIRST_RECORDS, encode_split, open_split, order_and_rows
 from drawbar.train.memory_probe import Trial, largest_that_fits
 from drawbar.train.setup import build_task, count_steps
+
+T = TypeVar("T")
+
+
+def in_own_process(function: Callable[[], T], what: str, timeout: float) -> T:
+    """Run ``function`` in a fork of this process, and return its result, which must pickle.
+
+    Args:
+        what: what is forecast, for messages.
+        timeout: longest wait for the result, in seconds.
+
+    Raises:
+        UserError: the function raised it; or it failed, or took too long.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(function, sender), daemon=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(timeout):
+            raise _failed(what, f"gave no answer within {timeout:.0f} s")
+        answer = receiver.recv()
+    except EOFError as error:
+        process.join()
+        raise _failed(what, f"its process ended with exit code {process.exitcode}") from error
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+    if isinstance(answer, UserError):
+        raise answer
+    if isinstance(answer, _Crash):
+        raise _failed(what, answer.summary)
+    return answer
+
+
+class _Crash:
+    """Stands for an exception in the fork that is no UserError, and may not pickle."""
+
+    def __init__(self, summary: str) -> None:
+        self.summary = summary
+
+
+def _run(function: Callable[[], Any], sender: Connection) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings of torch's about ranks and devices that are not there
+    try:
+        answer = function()
+    except UserError as error:
+        answer = UserError(error.what, where=error.where, remedy=error.remedy, exit_code=error.exit_code)
+    except Exception as error:  # noqa: BLE001 - the parent reports it
+        answer = _Crash(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+    sender.send(answer)
+    sender.close()
+
+
+def _failed(what: str, why: str) -> UserError:
+    return UserError(
+        f"{what} cannot be forecast: {why}",
+        where="drawbar plan",
+        remedy="try other settings of parallel; or measure it with a run of a few steps (train.steps=3)",
+        exit_code=ExitCode.FAILED,
+    )
+
 
 COUNTED, ESTIMATED = "counted", "estimated from a similar configuration"
 COPY_SPEED = 10e9

@@ -19,8 +19,7 @@ from drawbar.tasks.method_errors import method_error
 from drawbar.tasks.task import Task
 from drawbar.tasks.user_methods import name_failing_method
 from drawbar.tracking.console import SilentConsole
-from drawbar.train.batch_making import batch_maker
-from drawbar.train.batches import FIRST_RECORDS, OpenedSplit, first_samples, train_micro_batch
+from drawbar.train.batches import FIRST_RECORDS, OpenedSplit, batch_maker, first_samples, train_micro_batch
 
 _DECODER_FIELDS = ("labels", "decoder_input_ids")
 

@@ -1,21 +1,96 @@
 """Applies a bf16 residual stream, tensor parallelism, activation checkpointing, compilation, and FSDP or replication to
-a model, in this order."""
+a model, in this order.
+"""
 
 import logging
 import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
 
 import torch
+import torch.nn.attention.varlen  # registers its operation
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers.cache_utils import Cache
 
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.schema.run_config import ParallelSection
-from drawbar.parallel.activation_checkpointing import checkpoint_activations
+from drawbar.config.schema.run_config import EveryKthBlock, ParallelSection
+from drawbar.parallel.blocks import Forward, blocks_for, replace_forward
 from drawbar.parallel.compile import compile_blocks
 from drawbar.parallel.fsdp import replicate_on_mesh, shard
 from drawbar.parallel.model_plan import ModelParallelPlan
-from drawbar.parallel.residual_stream import keep_stream_in_bf16, stream_dtype
+from drawbar.parallel.precision import keep_stream_in_bf16, stream_dtype
 from drawbar.parallel.tensor import tensor_parallel
+
+_ATEN = torch.ops.aten
+ATTENTION = {
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.higher_order.flex_attention,
+}
+PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default}
+KEPT_NAMESPACES = ("_c10d_functional", "torch_attn", "flash_attn", "flash_attn_3")
+"""Namespaces of operators whose outputs are kept: tensor parallelism's collectives, attention over packed rows."""
+
+
+def checkpoint_activations(
+    model: nn.Module, setting: Literal["none", "full", "selective", "attention"] | EveryKthBlock
+) -> None:
+    """Let the backward pass compute the repeated blocks again. Changes the model in place; no module is renamed.
+
+    Random numbers are drawn again as they were, so dropout drops the same. Blocks compute as before where no backward
+    pass will follow: in evaluation, and without gradients.
+
+    Args:
+        setting: which results of a block's forward are kept: ``full``: none; ``attention``: those of attention and of
+            collectives; ``selective``: those, and of matrix products. ``EveryKthBlock`` is ``full`` of every k-th
+            block; the other blocks keep all.
+
+    Raises:
+        UserError: the model has no repeated blocks.
+    """
+    if setting == "none":
+        return
+    step = setting.every if isinstance(setting, EveryKthBlock) else 1
+    replace = partial(_recomputed, policy=None if isinstance(setting, EveryKthBlock) else _POLICIES.get(setting))
+    made: dict[type, type] = {}
+    for block in blocks_for(model, "parallel.activation_checkpointing")[::step]:
+        replace_forward(block, replace, made)
+
+
+def _recomputed(forward: Forward, policy: Callable[..., CheckpointPolicy] | None) -> Forward:
+    contexts = {} if policy is None else {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+
+    def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return forward(self, *args, **kwargs)
+        # a block that is computed twice would append to the cache twice
+        args = tuple(_without_cache(value) for value in args)
+        kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
+        return checkpoint(forward, self, *args, use_reentrant=False, **contexts, **kwargs)
+
+    return recomputed
+
+
+def _without_cache(value: Any) -> Any:
+    return None if isinstance(value, Cache) else value
+
+
+def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keeps = operator in ATTENTION or operator.namespace in KEPT_NAMESPACES
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_products_too(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in PRODUCTS else _keep_attention(context, operator)
+
+
+_POLICIES = {"attention": _keep_attention, "selective": _keep_products_too}
 
 
 def _quiet() -> None:

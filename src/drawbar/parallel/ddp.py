@@ -1,10 +1,12 @@
 """Replicas by torch's DistributedDataParallel; and ``gradient_sync``: in which micro-batch gradients are reduced, under
-DDP, FSDP and for replicas on a mesh."""
+DDP, FSDP and for replicas on a mesh.
+"""
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,31 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from drawbar.errors import UserError
+from drawbar.parallel.precision import autocast
 from drawbar.runtime.torch_internals import ReplicateModule
+
+
+class DataParallel(nn.DataParallel):
+    """torch's own, which computes in ``precision``.
+
+    Replicas compute in threads, each with its own autocast state. torch passes on whether autocast is on, but not its
+    dtype: without this class, bf16 would become fp16 in the threads, without a loss scaler.
+    """
+
+    def __init__(self, module: nn.Module, precision: str, device: torch.device) -> None:
+        super().__init__(module)
+        self._autocast = partial(autocast, precision, device)
+
+    def parallel_apply(self, replicas: Sequence[Callable[..., Any]], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        return super().parallel_apply([self._in_precision(replica) for replica in replicas], inputs, kwargs)
+
+    def _in_precision(self, replica: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            with self._autocast():
+                return replica(*args, **kwargs)
+
+        return compute
+
 
 # buffers are shared before evaluation and saving (``parallel.buffers``), and not in every forward. The setting of
 # torch 2.13, unlike the older one, does not switch off the broadcast that DDP makes when it is built

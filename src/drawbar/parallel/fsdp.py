@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from drawbar.config.schema.run_config import ParallelSection
 from drawbar.errors import UserError
 from drawbar.parallel.blocks import repeated_blocks
-from drawbar.parallel.low_precision_weights import parameters_cast_by_autocast
+from drawbar.parallel.precision import parameters_cast_by_autocast
 from drawbar.parallel.synced_generate import synchronize_generate
 from drawbar.runtime.torch_internals import DefaultReduceScatter, replicate
 from drawbar.util.dtypes import DTYPES

@@ -21,9 +21,8 @@ from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.chat import ChatFormat, chat_prompt, parts_written, read_template
 from drawbar.tasks.generation import continuations, stop_with, takes_prompts_together
-from drawbar.tasks.messages import Chat, as_chat, check_message, message_text
+from drawbar.tasks.messages import ALPACA_INPUT, Chat, alpaca_prompt, as_chat, check_message, message_text, reads_alpaca
 from drawbar.tasks.pretrained import PretrainedTask, mean_and_perplexity
-from drawbar.tasks.record_shapes import ALPACA_INPUT, alpaca_prompt, reads_alpaca
 from drawbar.tasks.task import require
 from drawbar.tasks.task_context import TaskContext
 

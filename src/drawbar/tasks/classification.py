@@ -13,9 +13,9 @@ from torch.nn import functional
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.config.schema.task_sections import SequenceClassificationConfig, TokenClassificationConfig
 from drawbar.data.dataset import Sample
-from drawbar.data.nested import value_at
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.sources import Records
+from drawbar.data.tables import value_at
 from drawbar.data.tokenizer import Wrapping, encode_to_limit, prefix_space
 from drawbar.errors import UserError
 from drawbar.metrics.label_scores import CLASSIFICATION, with_task_classes

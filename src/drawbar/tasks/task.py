@@ -18,15 +18,55 @@ from torch import nn
 from drawbar.config.schema.run_config import DataSection, RunConfig, TaskConfig, run_config_type
 from drawbar.data.class_labels import ClassNumber
 from drawbar.data.dataset import Sample
-from drawbar.data.nested import columns_of, misread_header, value_at
 from drawbar.data.packing import LabelPlacement
 from drawbar.data.sources import Records, open_records
+from drawbar.data.tables import columns_of, misread_header, value_at
 from drawbar.errors import UserError
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.method_errors import call_for_attribute, method_error, undefined_method_error
 from drawbar.tasks.task_context import TaskContext
-from drawbar.tasks.watched_record import WatchedRecord
+
+
+class WatchedRecord(dict[str, Any]):
+    """A copy of a record. Whoever takes all of its columns at once has looked at all of them."""
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        super().__init__(record)
+        self.read: set[str] = set()
+        """The columns that were looked at so far."""
+
+    def __getitem__(self, column: str) -> Any:
+        self.read.add(column)
+        return super().__getitem__(column)
+
+    def __contains__(self, column: object) -> bool:
+        self.read.add(str(column))
+        return super().__contains__(column)
+
+    def get(self, column: str, default: Any = None) -> Any:
+        self.read.add(column)
+        return super().get(column, default)
+
+    def __iter__(self) -> Iterator[str]:
+        self.read |= super().keys()
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self.read |= super().keys()
+        return super().keys()
+
+    def values(self) -> Any:
+        self.read |= super().keys()
+        return super().values()
+
+    def items(self) -> Any:
+        self.read |= super().keys()
+        return super().items()
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
 
 T = TypeVar("T")
 

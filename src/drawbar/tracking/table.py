@@ -2,11 +2,110 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
 
+import numpy as np
+from numpy.typing import ArrayLike
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
+
+MOST_BINS = 15
+BAR_WIDTH = 24
+"""With this a line with a mark stays under 80 columns."""
+
+
+@dataclass(frozen=True)
+class Bin:
+    """How many values lie in ``first..last``, both included."""
+
+    first: int
+    last: int
+    count: int
+
+
+def bins_of(values: ArrayLike) -> list[Bin]:
+    """Whole numbers, at least one, in at most 15 bins of equal width, without gaps; the width is 1, 2 or 5 × 10ⁿ.
+
+    The smallest value is in the first of them, and the largest in the last.
+    """
+    numbers = np.asarray(values, dtype=np.int64)
+    smallest, largest = int(numbers.min()), int(numbers.max())
+    widths = (factor * 10**power for power in range(19) for factor in (1, 2, 5))
+    width = next(width for width in widths if largest // width - smallest // width < MOST_BINS)
+    start = smallest // width
+    counts = np.bincount(numbers // width - start)
+    return [Bin((start + i) * width, (start + i + 1) * width - 1, count) for i, count in enumerate(counts.tolist())]
+
+
+def fold(bins: Sequence[Bin]) -> list[Bin]:
+    """The bins, with each sequence of three or more empty ones merged into one."""
+    folded: list[Bin] = []
+    for is_empty, run in groupby(bins, key=lambda one: one.count == 0):
+        some = list(run)
+        folded += [Bin(some[0].first, some[-1].last, 0)] if is_empty and len(some) > 2 else some
+    return folded
+
+
+def print_histogram(title: str, values: ArrayLike, marks: dict[str, int]) -> None:
+    """Print a bar for each bin: drawn by rich on a terminal, plain text elsewhere.
+
+    Args:
+        values: whole numbers, at least one.
+        marks: numbers to point at, by their names; one beyond the largest value is told below the bars.
+    """
+    bins = fold(bins_of(values))
+    if sys.stdout.isatty():
+        RichConsole().print(_rich_histogram(title, bins, marks), markup=False)
+        for line in _beyond(bins, marks):
+            print(line)
+    else:
+        print(plain_histogram(title, bins, marks), flush=True)
+
+
+def plain_histogram(title: str, bins: Sequence[Bin], marks: dict[str, int]) -> str:
+    """The bars as lines of ASCII text."""
+    cells = [(_span(one), _bar(one, bins), f"{one.count:,}", _marks(one, marks)) for one in bins]
+    spans, counts = max(len(cell[0]) for cell in cells), max(len(cell[2]) for cell in cells)
+    lines = [
+        f"{span:>{spans}}  {'#' * bar:<{BAR_WIDTH}}  {count:>{counts}}  {mark}".rstrip()
+        for span, bar, count, mark in cells
+    ]
+    return "\n".join([title, "", *lines, *_beyond(bins, marks)])
+
+
+def _rich_histogram(title: str, bins: Sequence[Bin], marks: dict[str, int]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.title, table.title_justify = title, "left"
+    sides: tuple[Literal["left", "right"], ...] = ("right", "left", "right", "left")
+    for side in sides:
+        table.add_column(justify=side, no_wrap=True)
+    for one in bins:
+        bar = Text("█" * _bar(one, bins), style="bold" if _marks(one, marks) else "")
+        table.add_row(_span(one), bar, f"{one.count:,}", _marks(one, marks))
+    return table
+
+
+def _span(one: Bin) -> str:
+    return f"{one.first:,}" if one.first == one.last else f"{one.first:,}-{one.last:,}"
+
+
+def _bar(one: Bin, bins: Sequence[Bin]) -> int:
+    """Its length in characters; no bar at all means that nothing is in the bin."""
+    most = max(other.count for other in bins)
+    return max(round(one.count / most * BAR_WIDTH), 1) if one.count else 0
+
+
+def _marks(one: Bin, marks: dict[str, int]) -> str:
+    here = [f"{name} = {value:,}" for name, value in marks.items() if one.first <= value <= one.last]
+    return f"<- {', '.join(here)}" if here else ""
+
+
+def _beyond(bins: Sequence[Bin], marks: dict[str, int]) -> list[str]:
+    return [f"{name} = {value:,}, beyond the largest" for name, value in marks.items() if value > bins[-1].last]
 
 
 def print_table(

@@ -8,18 +8,36 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
+import torch
+
 from drawbar.config.rules.rule_table import MICRO_BATCH_TOKENS, resolve_micro_batch
 from drawbar.config.schema.run_config import RunConfig
-from drawbar.data.cache import content_key, encode_cached, records_digest, remove_cached
-from drawbar.data.dataset import EncodedDataset, NoSamples, encode_in_memory
-from drawbar.data.digests import DigestCache, digest_for_all, file_digest
+from drawbar.data.cache import (
+    DigestCache,
+    content_key,
+    digest_for_all,
+    encode_cached,
+    explain_cache_miss,
+    file_digest,
+    is_cached,
+    records_digest,
+    remove_cached,
+)
+from drawbar.data.dataset import EncodedDataset, NoSamples, Sample, encode_in_memory
 from drawbar.data.loader import Loader, MicroBatchSize, Rows, SampleRows, TrainLoader
-from drawbar.data.packing import LabelPlacement, PackedRows, packed_lengths
-from drawbar.data.plan import CACHED_FROM, Plan, cached_plan_of_sources, plan_sources
-from drawbar.data.reading import NumberedRecord, Reading, read_list
-from drawbar.data.reuse import explain_cache_miss, is_cached
+from drawbar.data.packing import (
+    CACHED_FROM,
+    LabelPlacement,
+    PackedRows,
+    Plan,
+    cached_plan_of_sources,
+    packed_lengths,
+    plan_sources,
+)
+from drawbar.data.prefetch import Augment, BatchMaker, Collate, Prefetcher, unchanged
 from drawbar.data.sampler import Grouped, InOrder, Mixed, Sampler, Shuffled
-from drawbar.data.sources import LocatedRecord, Record, Records
+from drawbar.data.sources import LocatedRecord, NumberedRecord, Reading, Record, Records, read_list
 from drawbar.data.stream import StreamLoader, StreamSettings
 from drawbar.distributed.process_group import Distributed
 from drawbar.errors import ExitCode, UserError
@@ -27,11 +45,83 @@ from drawbar.evaluation.scoring import Split
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.encoder import TaskEncoder, cache_inputs, code_of, settings_of
+from drawbar.tasks.method_errors import is_user_defined, method_error
+from drawbar.tasks.padding import train_collate
 from drawbar.tasks.task import Task, records_of
 from drawbar.tasks.user_methods import name_failing_method
 from drawbar.tracking.console import Console
-from drawbar.train.batch_making import make_prefetcher
 from drawbar.train.validation_share import warn_of_same_files, warn_of_share
+
+
+def make_augment(task: Task, config: RunConfig, train: bool) -> Augment:
+    """``task.augment`` with a generator that is a pure function of seed, epoch and sample."""
+    return unchanged if type(task).augment is Task.augment else TaskAugment(task, config.run.seed, train)
+
+
+@dataclass(frozen=True)
+class TaskAugment:
+    """See ``make_augment``. It pickles, as tasks do."""
+
+    task: Task
+    seed: int
+    train: bool
+
+    def __call__(self, sample: Sample, epoch: int) -> Sample:
+        # a counter-based generator: no two samples or epochs ever share a number
+        rng = np.random.Generator(np.random.Philox(key=[self.seed, epoch], counter=[0, 0, sample["id"], 0]))
+        with name_failing_method(self.task):
+            augmented = self.task.augment(sample, self.train, rng)
+        if not isinstance(augmented, dict):
+            raise method_error(
+                self.task, "augment", f"returns {type(augmented).__name__}", "return the sample as a dict"
+            )
+        return {**augmented, "id": sample["id"], "ids": sample["ids"]}
+
+
+@dataclass(frozen=True)
+class _NamedCollate:
+    """Collates as ``collate`` does; the error of a failure names the task's method. It pickles, as tasks do."""
+
+    task: Task
+    collate: Collate[Batch]
+
+    def __call__(self, samples: list[Sample]) -> Batch:
+        with name_failing_method(self.task):
+            return self.collate(samples)
+
+
+def batch_maker(task: Task, config: RunConfig) -> BatchMaker[Batch]:
+    """The ``BatchMaker`` of training batches: the task's augment and collate."""
+    return BatchMaker(_NamedCollate(task, train_collate(task, config)), make_augment(task, config, train=True))
+
+
+def make_prefetcher(task: Task, config: RunConfig, device: torch.device, prefetch: bool) -> Prefetcher[Batch]:
+    """The ``Prefetcher`` of training batches by ``data.workers``. ``auto`` prefetches in a thread, unless ``augment``
+    or ``collate`` is user-defined: that may draw from the global random generators, as the step does.
+
+    Args:
+        prefetch: False to make each batch at its step, whatever ``data.workers`` says.
+    """
+    workers = config.data.workers
+    return Prefetcher(
+        batch_maker(task, config),
+        prefetch=prefetch and (not is_user_defined(task, "augment", "collate") if workers == "auto" else workers != 0),
+        workers=0 if workers == "auto" else workers,
+        finish=_Pinned(device) if device.type == "cuda" else None,
+        timeout=config.launch.timeout,
+    )
+
+
+@dataclass(frozen=True)
+class _Pinned:
+    """Moves batches into pinned memory, in any thread."""
+
+    device: torch.device
+
+    def __call__(self, batch: Batch) -> Batch:
+        with torch.cuda.device(self.device):  # else a new thread would make a CUDA context on device 0
+            return batch.pin_memory()
+
 
 SHOWN_BAD_RECORDS = 10
 FIRST_RECORDS = 8

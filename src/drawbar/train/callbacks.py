@@ -31,7 +31,7 @@ from drawbar.train.nan_check import check_finite
 from drawbar.train.saver import Saver
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
-from drawbar.util.best_score import BestScore
+from drawbar.util.run_dir import BestScore
 
 
 class StatusCallback(Callback):

@@ -29,8 +29,7 @@ from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 from drawbar.tasks.user_methods import name_failing_method
 from drawbar.tracking.console import Console
-from drawbar.train.batch_making import make_augment
-from drawbar.train.batches import OpenedSplit, first_samples
+from drawbar.train.batches import OpenedSplit, first_samples, make_augment
 from drawbar.train.eval_mode import check_mode
 
 TRIED_SAMPLES = 8

@@ -27,7 +27,7 @@ from drawbar.runtime.log import logger
 from drawbar.runtime.seed import rng_state, set_rng_state
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.user_methods import name_failing_method
-from drawbar.train.batch_making import batch_maker
+from drawbar.train.batches import batch_maker
 from drawbar.util.atomic_files import write_durably
 
 MICRO_BATCH_FILE = "micro_batch.json"

@@ -36,8 +36,8 @@ from drawbar.runtime.log import logger
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.chat import read_template
+from drawbar.tasks.messages import known_columns
 from drawbar.tasks.pretrained import PretrainedTask
-from drawbar.tasks.record_shapes import known_columns
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_context import TaskContext
 from drawbar.tasks.task_registry import is_named, task_class

@@ -36,8 +36,7 @@ from drawbar.tracking.meters import Throughput
 from drawbar.tracking.tracker import TrackedRun
 from drawbar.tracking.trackers import Trackers, make_trackers
 from drawbar.train.agreed_steps import agreed_steps, make_step
-from drawbar.train.batch_making import make_augment
-from drawbar.train.batches import eval_micro_batch, load_data, open_data
+from drawbar.train.batches import eval_micro_batch, load_data, make_augment, open_data
 from drawbar.train.callback import (
     Callback,
     GuardedCallback,

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from drawbar.checkpoint.async_writer import AsyncWriter
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot
 from drawbar.checkpoint.read import read_snapshot, read_state
 from drawbar.runtime.host_copies import host_copies
+from drawbar.train.saver import AsyncWriter
 from drawbar.util.atomic_files import sync
 from harness import wait_until
 

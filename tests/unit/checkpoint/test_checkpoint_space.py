@@ -27,7 +27,7 @@ WRITER = """
 import os, resource, sys
 from pathlib import Path
 import torch
-from drawbar.checkpoint.async_writer import AsyncWriter
+from drawbar.train.saver import AsyncWriter
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot
 

@@ -8,7 +8,7 @@ import pytest
 
 from drawbar.cli.prompts import as_instruction, as_messages, read_prompts
 from drawbar.errors import UserError
-from drawbar.tasks.record_shapes import alpaca_prompt
+from drawbar.tasks.messages import alpaca_prompt
 
 CHAT = [{"role": "user", "content": "is it far?"}]
 

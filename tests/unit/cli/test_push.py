@@ -14,8 +14,7 @@ from huggingface_hub import constants
 
 from conftest import make_project
 from drawbar.cli.arguments import load_run
-from drawbar.commands.export_run import export_run
-from drawbar.commands.hub_push import Push
+from drawbar.commands.export_run import Push, export_run
 from drawbar.errors import ExitCode, UserError
 from drawbar.train.checkpoint_export import ExportFormat
 from runs import fit_in

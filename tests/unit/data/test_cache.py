@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawbar.data import cache, heartbeat
+from drawbar.data import cache
 from drawbar.data.cache import content_key, encode_cached, records_digest
 from drawbar.data.dataset import EncodedDataset, encode_records
-from drawbar.data.reading import read_list
+from drawbar.data.sources import read_list
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
 
@@ -198,12 +198,12 @@ def test_one_that_is_not_eager_encodes_when_nobody_else_does(tmp_path: Path, mon
 
 
 def test_those_who_wait_see_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
-    watch = heartbeat.Watch(tmp_path / "progress")
+    monkeypatch.setattr(cache, "BEAT_SECONDS", 0.01)
+    watch = cache.Watch(tmp_path / "progress")
     seen: list[tuple[int, int]] = []
     watch.look(lambda done, total: seen.append((done, total)))
     assert not watch.seen
-    with heartbeat.Heartbeat(tmp_path / "progress") as beating:
+    with cache.Heartbeat(tmp_path / "progress") as beating:
         beating.report(3, 10)
         end = time.monotonic() + 30
         while not seen and time.monotonic() < end:

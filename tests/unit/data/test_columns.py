@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from drawbar.data import columns, differences, encode
+from drawbar.data import columns, encode
 from drawbar.data.columns import FileValues, FolderStorage
 from drawbar.data.dataset import EncodedDataset, encode_records, read_samples, write_samples
 from drawbar.data.loader import SampleRows
-from drawbar.data.packing import PackedRows
-from drawbar.data.plan import cached_plan_of_sources, plan_rows
-from drawbar.data.reading import read_list
+from drawbar.data.packing import PackedRows, cached_plan_of_sources, plan_rows
+from drawbar.data.sources import read_list
 
 INTEGERS = st.integers(-(2**31), 2**31 - 1)
 NUMBERS = st.one_of(st.booleans(), INTEGERS, st.floats(allow_nan=False, width=32))
@@ -148,8 +147,7 @@ def test_labels_of_any_kind_come_back(samples: list[dict[str, Any]], chunk: int,
     plain = encode_records([{"labels": sample["labels"]} for sample in samples], lambda sample: sample, describe=str)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(encode, "CHUNK_RECORDS", chunk)
-        for module in (columns, differences):
-            patch.setattr(module, "BLOCK_VALUES", block)
+        patch.setattr(columns, "BLOCK_VALUES", block)
         dataset = on_disk(samples, Path(folder))
         check_equal(dataset, samples)
         found = np.concatenate([*dataset.columns["labels"].blocks(), np.empty(0, dataset.columns["labels"].dtype)])

@@ -8,8 +8,8 @@ from typing import cast
 import pytest
 
 from drawbar.config.schema.run_config import DataSection
-from drawbar.data import digests
-from drawbar.data.digests import DigestCache, digest_for_all, file_digest
+from drawbar.data import cache
+from drawbar.data.cache import DigestCache, digest_for_all, file_digest
 from drawbar.data.sources import Records, open_records
 from drawbar.distributed.process_group import Distributed
 from ranks import SecondRank
@@ -26,8 +26,8 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> HashedFiles:
         names.append(file.name)
         return file_digest(file)
 
-    monkeypatch.setattr(digests, "file_digest", note)
-    monkeypatch.setattr(digests, "MIN_AGE_NS", -1)
+    monkeypatch.setattr(cache, "file_digest", note)
+    monkeypatch.setattr(cache, "MIN_AGE_NS", -1)
     return names
 
 
@@ -80,14 +80,14 @@ def test_a_file_that_changed_just_now_is_not_trusted(
     monkeypatch.undo()  # files settle as ever
     (tmp_path / "a").write_text("one")
     digest(tmp_path / "a")
-    assert not (tmp_path / digests.FILE).exists()
+    assert not (tmp_path / cache.DIGESTS_FILE).exists()
 
 
 @pytest.mark.parametrize("damaged", ["", "{", "[1]", "[[1, 2]]"])
 def test_what_is_kept_may_be_damaged_or_lost(tmp_path: Path, hashed: HashedFiles, damaged: str) -> None:
     (tmp_path / "a").write_text("one")
     expected = digest(tmp_path / "a")
-    (tmp_path / digests.FILE).write_text(damaged)
+    (tmp_path / cache.DIGESTS_FILE).write_text(damaged)
     assert digest(tmp_path / "a") == expected
     assert digest(tmp_path / "a") == expected
     assert hashed == ["a", "a"]

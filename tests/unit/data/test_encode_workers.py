@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from drawbar.data import encode, worker_pool
+from drawbar.data import encode
 from drawbar.data.columns import MemoryStorage
 from drawbar.data.dataset import EncodedDataset, encode_records, read_samples, write_samples
-from drawbar.data.reading import read_list
-from drawbar.data.worker_pool import WorkerPool
+from drawbar.data.encode import WorkerPool
+from drawbar.data.sources import read_list
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
 
@@ -164,8 +164,8 @@ def test_a_user_error_survives_pickling() -> None:
 
 def test_slow_records_are_no_lost_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows at first how long a record takes: a worker's deadline is one for few of them."""
-    monkeypatch.setattr(worker_pool, "ProcessPoolExecutor", lambda count, *_, **__: ThreadPoolExecutor(count))
-    monkeypatch.setattr(worker_pool, "_function", encode._ChunkEncoder(slow, skip=False), raising=False)
+    monkeypatch.setattr(encode, "ProcessPoolExecutor", lambda count, *_, **__: ThreadPoolExecutor(count))
+    monkeypatch.setattr(encode, "_function", encode._ChunkEncoder(slow, skip=False), raising=False)
     chunks = encode.encode_chunks(read_list(RECORDS[:8], str), slow, skip=False, workers=1, timeout=1)
     assert sum(chunk.records for chunk in chunks) == 8
 
@@ -191,7 +191,7 @@ def test_a_process_that_is_ended_leaves_no_words_of_pythons_own(tmp_path: Path) 
     program = """
 import os
 from drawbar.data.encode import encode_chunks
-from drawbar.data.reading import read_list
+from drawbar.data.sources import read_list
 def encode(record):
     return record
 if __name__ == "__main__":
@@ -222,7 +222,7 @@ def test_a_task_of_a_notebook_is_encoded_here(tmp_path: Path) -> None:
 import logging, os
 from drawbar.data.columns import MemoryStorage
 from drawbar.data.dataset import write_samples
-from drawbar.data.reading import read_list
+from drawbar.data.sources import read_list
 logging.basicConfig()
 def encode(record):
     return {"here": os.getpid() == HERE}

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.loader import EvalLoader, MicroBatchSize, SampleRows, TrainLoader
-from drawbar.data.order import order
-from drawbar.data.packing import PackedRows
-from drawbar.data.plan import plan_rows
+from drawbar.data.packing import PackedRows, plan_rows
 from drawbar.data.prefetch import BatchMaker, MicroBatch, Prefetcher
-from drawbar.data.sampler import Grouped, InOrder, Sampler, Shuffled
+from drawbar.data.sampler import Grouped, InOrder, Sampler, Shuffled, order
 from drawbar.errors import UserError
 
 COUNTS = st.integers(1, 12)

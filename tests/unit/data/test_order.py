@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawbar.data.order import order
+from drawbar.data.sampler import order
 
 SEEDS = st.integers(0, 2**63 - 1)
 EPOCHS = st.integers(0, 10_000)

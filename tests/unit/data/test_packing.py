@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawbar.data.dataset import EncodedDataset, encode_records
-from drawbar.data.packing import LabelPlacement, PackedRows, RowLayout, packed_lengths, split_tokens
-from drawbar.data.plan import plan_rows
+from drawbar.data.packing import LabelPlacement, PackedRows, RowLayout, packed_lengths, plan_rows, split_tokens
 from drawbar.errors import UserError
 from drawbar.tasks.batch import pad_and_stack
 from plans import plan_of

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawbar.data import plan as planning
-from drawbar.data.order import order
-from drawbar.data.plan import Plan, cached_plan_of_sources, plan_rows, plan_sources
+from drawbar.data.packing import Plan, cached_plan_of_sources, plan_rows, plan_sources
+from drawbar.data.sampler import order
 from drawbar.errors import UserError
 from plans import rows_of
 

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from drawbar.data.cache import encode_cached, entry_folder, remove_cached
-from drawbar.data.reading import read_list
-from drawbar.data.reuse import explain_cache_miss, is_cached
+from drawbar.data.cache import encode_cached, entry_folder, explain_cache_miss, is_cached, remove_cached
+from drawbar.data.sources import read_list
 
 MADE_OF = {"the records": "1", "the tokenizer": "2", "words/clean.py": "3"}
 

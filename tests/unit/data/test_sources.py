@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawbar.config.schema.data_section import DataSection, LimitSection, SourceSection
-from drawbar.data.digests import file_digest
+from drawbar.data.cache import file_digest
 from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError
 

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from drawbar.config.schema.data_section import DataSection, LimitSection, SourceSection
 from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import MicroBatchSize, Rows, SampleRows
-from drawbar.data.packing import PackedRows
-from drawbar.data.plan import plan_rows
+from drawbar.data.packing import PackedRows, plan_rows
 from drawbar.data.prefetch import BatchMaker, Prefetcher
 from drawbar.data.sources import LocatedRecord, open_records
-from drawbar.data.stream import StreamLoader, StreamSettings
-from drawbar.data.stream_readers import EndlessRankReader, RankReader
+from drawbar.data.stream import EndlessRankReader, RankReader, StreamLoader, StreamSettings
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError

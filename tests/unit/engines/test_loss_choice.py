@@ -16,9 +16,7 @@ from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.engine import Engine
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.errors import UserError
-from drawbar.models.liger import liger_cross_entropy
-from drawbar.models.logit_ops import LogitOps
-from drawbar.models.loss_head import LossHead
+from drawbar.models.loss_head import LogitOps, LossHead, liger_cross_entropy
 from drawbar.tasks.batch import Batch
 from tiny import CPU, Numbers, random_batch, random_step, tiny_config, tiny_engine, tiny_task, unchecked_engine
 

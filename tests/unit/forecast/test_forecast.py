@@ -26,9 +26,8 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
 from drawbar.forecast.forecast_tables import KNOWN_ERROR_ON_GPUS, print_forecast
 from drawbar.forecast.machine import Machine, make_machine
-from drawbar.forecast.own_process import in_own_process
 from drawbar.forecast.rank_forecast import RankForecast, forecast_rank
-from drawbar.forecast.run_forecast import COUNTED, ESTIMATED, Forecaster, RunForecast
+from drawbar.forecast.run_forecast import COUNTED, ESTIMATED, Forecaster, RunForecast, in_own_process
 from drawbar.forecast.step_recorder import ACTIVATIONS, COMMUNICATION, GRADIENTS, LOGITS, PARAMETERS, Peak
 from drawbar.forecast.suggestions import suggest
 from drawbar.forecast.worst_batch import longest_sample

@@ -13,7 +13,7 @@ from drawbar.models import segments as subject
 from drawbar.models.huggingface import build_from_scratch
 from drawbar.models.packed import allow_packing
 from drawbar.models.segments import VARLEN_GROUPS_HEADS, attend, find_segments, flash_takes
-from drawbar.parallel.activation_checkpointing import checkpoint_activations
+from drawbar.parallel.apply import checkpoint_activations
 from drawbar.parallel.compile import compile_blocks
 from flash_on_cpu import teach_cpu
 from step_operators import StepOperators

@@ -13,8 +13,7 @@ from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.models.heads import Head
 from drawbar.models.huggingface import build_from_scratch
-from drawbar.models.logit_ops import LogitOps, UnknownHead, ops_after_head
-from drawbar.models.loss_head import give_loss_head
+from drawbar.models.loss_head import LogitOps, UnknownHead, give_loss_head, ops_after_head
 from drawbar.parallel.chunked_loss import LossTargets, chunked_cross_entropy
 from step_operators import StepOperators
 

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.trainer_pt_utils import get_parameter_names
 
 from drawbar.errors import UserError
-from drawbar.optim.groups import parameter_groups
+from drawbar.optim.optimizers import parameter_groups
 
 # The list in transformers 5's Trainer.get_decay_parameter_names
 FORBIDDEN = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]

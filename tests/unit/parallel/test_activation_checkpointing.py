@@ -24,10 +24,10 @@ from drawbar.errors import UserError
 from drawbar.models.lora import add_adapters
 from drawbar.models.packed import allow_packing
 from drawbar.models.plans import plan_for
-from drawbar.parallel.activation_checkpointing import checkpoint_activations
+from drawbar.parallel.apply import checkpoint_activations
 from drawbar.parallel.blocks import repeated_blocks
 from drawbar.parallel.fsdp import shard
-from drawbar.parallel.residual_stream import keep_stream_in_bf16
+from drawbar.parallel.precision import keep_stream_in_bf16
 from drawbar.parallel.tensor import tensor_parallel
 from harness import run_ranks
 

@@ -11,7 +11,7 @@ from torch._inductor import config as inductor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drawbar.errors import UserError
-from drawbar.parallel.activation_checkpointing import checkpoint_activations
+from drawbar.parallel.apply import checkpoint_activations
 from drawbar.parallel.compile import check_compiler, compile_blocks
 from drawbar.util.cores import usable_cores
 from harness import run_ranks

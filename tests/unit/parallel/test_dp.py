@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawbar.parallel.dp import DataParallel
+from drawbar.parallel.ddp import DataParallel
 from drawbar.parallel.precision import autocast
 from tiny import CPU
 

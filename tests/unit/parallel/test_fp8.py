@@ -16,10 +16,9 @@ from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EngineState
 from drawbar.errors import ExitCode, UserError
-from drawbar.optim.groups import undecayed_names
+from drawbar.optim.optimizers import undecayed_names
 from drawbar.parallel.fp8 import check_fp8, compute_in_fp8
-from drawbar.parallel.low_precision_weights import parameters_cast_by_autocast
-from drawbar.parallel.precision import autocast
+from drawbar.parallel.precision import autocast, parameters_cast_by_autocast
 from drawbar.tasks.task_context import TaskContext
 from drawbar.train.check import check_saved_state
 from harness import run_ranks

@@ -12,7 +12,7 @@ from drawbar.config.schema.run_config import LoraSection, ParallelSection
 from drawbar.data.loader import MicroBatch
 from drawbar.engines import executors, local_model
 from drawbar.engines.engine import Engine
-from drawbar.parallel.low_precision_weights import keep_trained_weights_in_fp32
+from drawbar.parallel.precision import keep_trained_weights_in_fp32
 from tiny import random_batch, tiny_config, tiny_engine
 
 WEIGHT = "model.layers.1.mlp.down_proj.weight"

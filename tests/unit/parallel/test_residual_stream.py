@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from drawbar.parallel.blocks import repeated_blocks
-from drawbar.parallel.residual_stream import keep_stream_in_bf16
+from drawbar.parallel.precision import keep_stream_in_bf16
 from tiny import tiny_config, tiny_engine
 
 SIZES = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 4}

@@ -24,10 +24,9 @@ from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.models.heads import Head
 from drawbar.models.huggingface import build_from_scratch
-from drawbar.models.logit_ops import ops_after_head
-from drawbar.models.loss_head import give_loss_head
+from drawbar.models.loss_head import give_loss_head, ops_after_head
 from drawbar.models.plans import plan_for
-from drawbar.parallel.activation_checkpointing import checkpoint_activations
+from drawbar.parallel.apply import checkpoint_activations
 from drawbar.parallel.chunked_loss import LossTargets, chunked_cross_entropy
 from drawbar.parallel.fsdp import shard
 from drawbar.parallel.styles import cross_entropy_sum, sharded_logits

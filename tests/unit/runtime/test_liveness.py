@@ -12,8 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from drawbar.distributed import liveness
-from drawbar.distributed.liveness import Liveness
-from drawbar.distributed.rank_activity import ActivityReader, LivenessDigest, RankActivity
+from drawbar.distributed.liveness import ActivityReader, Liveness, LivenessDigest, RankActivity
 from drawbar.errors import ExitCode, UserError
 
 

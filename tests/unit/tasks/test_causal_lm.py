@@ -13,8 +13,7 @@ from drawbar.config.schema.run_config import DataSection, RunConfig
 from drawbar.config.schema.task_sections import CausalLMConfig, TokenizerTraining
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.loader import Rows, SampleRows
-from drawbar.data.packing import PackedRows
-from drawbar.data.plan import plan_rows
+from drawbar.data.packing import PackedRows, plan_rows
 from drawbar.data.tokenizer import train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.tasks.batch import Batch

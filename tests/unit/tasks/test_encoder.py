@@ -21,8 +21,7 @@ from drawbar.config.schema.task_sections import (
     SequenceClassificationConfig,
     TaskConfig,
 )
-from drawbar.data.cache import content_key
-from drawbar.data.digests import file_digest
+from drawbar.data.cache import content_key, file_digest
 from drawbar.data.sources import open_records
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError

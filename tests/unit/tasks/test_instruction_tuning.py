@@ -19,9 +19,8 @@ from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.chat import ChatFormat
-from drawbar.tasks.messages import Chat
+from drawbar.tasks.messages import Chat, alpaca_prompt
 from drawbar.tasks.pretrained import PretrainedTask
-from drawbar.tasks.record_shapes import alpaca_prompt
 from drawbar.tasks.seq2seq import Seq2Seq
 from drawbar.tasks.task_context import TaskContext
 from drawbar.train.setup import build_task

@@ -16,7 +16,7 @@ from drawbar.data.tokenizer import train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.tasks.masked_lm import MaskedLM
 from drawbar.tasks.task_context import TaskContext
-from drawbar.train.batch_making import make_augment
+from drawbar.train.batches import make_augment
 from runs import fit_in, losses
 
 TOKENIZER = wrap_texts(train_byte_bpe(["the load and the engine"] * 9, 300, {"mask_token": "<|mask|>"}), "begin_end")

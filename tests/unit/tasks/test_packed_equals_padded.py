@@ -8,8 +8,7 @@ import torch
 from torch.nn import functional
 
 from drawbar.data.dataset import encode_records
-from drawbar.data.packing import PackedRows
-from drawbar.data.plan import plan_rows
+from drawbar.data.packing import PackedRows, plan_rows
 from drawbar.models.packed import allow_packing
 from drawbar.tasks.batch import Batch
 from plans import plan_of

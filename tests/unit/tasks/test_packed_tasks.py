@@ -13,8 +13,7 @@ from drawbar.config.schema.run_config import DataSection, RunConfig, RunSection
 from drawbar.config.schema.task_sections import BUILT_IN_TASKS, TaskConfig
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.loader import raw_batch
-from drawbar.data.packing import PackedRows
-from drawbar.data.plan import Plan, plan_rows
+from drawbar.data.packing import PackedRows, Plan, plan_rows
 from drawbar.data.prefetch import Augment, BatchMaker
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.distributed.process_group import Distributed
@@ -28,8 +27,7 @@ from drawbar.tasks.task import Task
 from drawbar.tasks.task_context import TaskContext
 from drawbar.tasks.task_registry import task_class
 from drawbar.tracking.console import make_console
-from drawbar.train.batch_making import make_augment
-from drawbar.train.batches import make_loader
+from drawbar.train.batches import make_augment, make_loader
 from plans import plan_of
 from tiny import CPU
 

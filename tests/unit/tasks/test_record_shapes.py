@@ -11,8 +11,7 @@ from drawbar.commands.score_run import evaluate_run
 from drawbar.config.schema.data_section import DataSection
 from drawbar.config.schema.task_sections import CausalLMConfig
 from drawbar.errors import UserError
-from drawbar.tasks.messages import as_chat
-from drawbar.tasks.record_shapes import alpaca_prompt, known_columns
+from drawbar.tasks.messages import alpaca_prompt, as_chat, known_columns
 from runs import Fit, scores
 
 SHAREGPT = [{"from": "human", "value": "far?"}, {"from": "gpt", "value": "No."}]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawbar.tracking.histogram import BAR_WIDTH, MOST_BINS, bins_of, fold, plain_histogram, print_histogram
+from drawbar.tracking.table import BAR_WIDTH, MOST_BINS, bins_of, fold, plain_histogram, print_histogram
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1) | st.lists(st.integers(0, 40), min_size=1))

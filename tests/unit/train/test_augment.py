@@ -9,15 +9,14 @@ from drawbar.config.schema.run_config import RunConfig, RunSection
 from drawbar.config.schema.task_sections import TaskConfig
 from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import EvalLoader, Loader, MicroBatchSize, Rows, SampleRows, TrainLoader
-from drawbar.data.packing import PackedRows
-from drawbar.data.plan import plan_rows
+from drawbar.data.packing import PackedRows, plan_rows
 from drawbar.data.prefetch import Augment, BatchMaker, Prefetcher
 from drawbar.data.sampler import Shuffled
 from drawbar.data.sources import LocatedRecord
 from drawbar.data.stream import StreamLoader, StreamSettings
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
-from drawbar.train.batch_making import make_augment
+from drawbar.train.batches import make_augment
 from harness import run_ranks
 from tiny import CPU
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drawbar.tasks.batch import Batch
-from drawbar.train.batch_making import make_prefetcher
+from drawbar.train.batches import make_prefetcher
 from tiny import CPU, Numbers, tiny_config
 
 

@@ -15,8 +15,7 @@ from torch import nn
 from drawbar.config.schema.run_config import OptimSection
 from drawbar.data.dataset import encode_records
 from drawbar.data.loader import SampleRows
-from drawbar.data.packing import PackedRows
-from drawbar.data.plan import plan_rows
+from drawbar.data.packing import PackedRows, plan_rows
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.trial_step import future_optimizer_bytes, trial_step
 from drawbar.runtime.seed import seed_everything

@@ -10,7 +10,7 @@ import torch
 
 from drawbar.config.schema.data_section import SourceSection
 from drawbar.config.schema.run_config import DataSection, RunConfig, RunSection, TrainSection
-from drawbar.data import digests, encode, plan
+from drawbar.data import cache, encode, packing
 from drawbar.data.text_readers import JsonLines
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
@@ -90,11 +90,11 @@ def test_a_warm_start_opens_no_file_of_the_data(
     batching: str,
 ) -> None:
     """Neither for its digest, nor for the messages of bad records, nor for the source of each, by which weights go."""
-    monkeypatch.setattr(digests, "MIN_AGE_NS", -1)  # files may be hashed as soon as they are written
+    monkeypatch.setattr(cache, "MIN_AGE_NS", -1)  # files may be hashed as soon as they are written
     monkeypatch.setattr(train_data, "CACHED_FROM", 1, raising=False)  # samples: as if these were many
     task, config, split = load(sources, tmp_path, batching)
     order_and_rows(task, split, config)
-    monkeypatch.setattr(plan, "plan_rows", lambda *_: pytest.fail("planned again"))
+    monkeypatch.setattr(packing, "plan_rows", lambda *_: pytest.fail("planned again"))
     opened = []
     open_path = Path.open
     monkeypatch.setattr(Path, "open", lambda path, *rest, **more: opened.append(path) or open_path(path, *rest, **more))

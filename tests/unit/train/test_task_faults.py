@@ -19,7 +19,7 @@ from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.build import build_engine
 from drawbar.errors import ExitCode, UserError
 from drawbar.evaluation.text_generation import Sampling
-from drawbar.parity.reference import make_reference
+from drawbar.parity.run import make_reference
 from drawbar.parity.workload import Workload
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.method_errors import place

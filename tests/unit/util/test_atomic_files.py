@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from drawbar.commands.output_files import check_output, write_lines
-from drawbar.data.heartbeat import replace_text
+from drawbar.data.cache import replace_text
 from drawbar.errors import UserError
 from drawbar.report.page_file import check_target, write_page
 from drawbar.util.atomic_files import write_atomically, write_durably

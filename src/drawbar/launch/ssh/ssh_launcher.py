@@ -5,9 +5,11 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -22,11 +24,59 @@ from drawbar.launch.jobs.job_process import find_process, is_running, lock_job_f
 from drawbar.launch.jobs.job_status import LOST, RUNNING, UNKNOWN, JobStatus, status_from_files, wait_for_ends
 from drawbar.launch.jobs.records import JobEnd, JobRecord, read, run_file
 from drawbar.launch.launcher import Launcher, Submitted
-from drawbar.launch.ssh.host_gpus import count_gpus
 from drawbar.launch.ssh.host_output import HostOutput
-from drawbar.launch.ssh.ssh_command import describe, forwarded, remote_starts
+from drawbar.launch.ssh.protocol import ANSWER
+from drawbar.launch.ssh.ssh_command import (
+    describe,
+    forwarded,
+    no_answer,
+    no_start,
+    remote_starts,
+    ssh_command,
+    start_script,
+)
 from drawbar.launch.ssh.supervisor import supervise
 from drawbar.runtime.streams import ignore_output_errors
+
+
+def count_gpus(job: Job, hosts: Sequence[Host], timeout: float) -> list[int]:
+    """The GPUs of each host, which are all asked at the same time.
+
+    Args:
+        timeout: seconds that a host has to answer.
+
+    Raises:
+        UserError: a host cannot be reached, has no drawbar, or does not answer; all such hosts are named.
+    """
+    environment = json.dumps(dict(job.environment)).encode() + b"\n"
+    question = start_script(job, "drawbar.launch.node.entry.gpu_count") + environment
+
+    def ask(host: Host) -> "subprocess.CompletedProcess[bytes] | None":
+        command = ssh_command(job.cluster, host)
+        try:
+            return subprocess.run(command, input=question, capture_output=True, timeout=timeout, check=False)
+        except subprocess.TimeoutExpired:
+            return None
+
+    with ThreadPoolExecutor(max_workers=len(hosts)) as threads:
+        answers = dict(zip((host.name for host in hosts), threads.map(ask, hosts), strict=True))
+    failed = [
+        (name, done.returncode, done.stderr.splitlines())
+        for name, done in answers.items()
+        if done is not None and ANSWER not in done.stdout
+    ]
+    if failed:
+        raise no_start(failed, where="the hosts, asked for their GPUs since nothing says how many processes they get")
+    if silent := [name for name, done in answers.items() if done is None]:
+        raise no_answer(silent, timeout)
+    return [_gpus(done.stdout) for done in answers.values() if done is not None]
+
+
+def _gpus(output: bytes) -> int:
+    """The number in the host's answer; ``cluster.setup`` may have written something before it."""
+    line = output.partition(ANSWER)[2].splitlines()[0]
+    return int(json.loads(line)["gpus"])
+
 
 _END_SECONDS = 30
 """Seconds that the hosts have to end a job after its second SIGTERM, before its process here is killed."""

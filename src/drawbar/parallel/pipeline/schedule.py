@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from drawbar.parallel.ddp import gradient_sync
-from drawbar.parallel.precision import autocast
-from drawbar.parallel.residual_stream import stream_dtype
+from drawbar.parallel.precision import autocast, stream_dtype
 
 Inputs = Mapping[str, Any]
 """What the model is called with for one micro-batch: ``input_ids`` (B, L), and more."""
