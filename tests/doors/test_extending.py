@@ -201,7 +201,7 @@ def test_a_run_that_fails_tells_its_callbacks(monkeypatch: pytest.MonkeyPatch) -
     def diverged(*_: Any) -> None:
         raise UserError("the run has diverged", remedy="lower optim.lr")
 
-    monkeypatch.setattr("drawbar.train.callbacks.check_finite", diverged)
+    monkeypatch.setattr("drawbar.train.callbacks.log.check_finite", diverged)
     events = Events()
     with pytest.raises(UserError, match="the run has diverged"):
         train(callbacks=[events])

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from drawbar.train import core_wait
+from drawbar.train.callbacks import core_wait
 from runs import Fit
 
 POOL = "drawbar-sleep-at-once"

@@ -4,6 +4,8 @@ import json
 import math
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from drawbar.tracking.jsonl import JsonlTracker
 from drawbar.tracking.tracker import TrackedRun
 from drawbar.tracking.trackers import Trackers
 from drawbar.train.callback import RunHandle
-from drawbar.train.callbacks import EvaluateCallback
+from drawbar.train.callbacks.evaluate import EvaluateCallback
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
 
@@ -41,17 +43,17 @@ class Script:
         self._trackers.start(TrackedRun(folder, {}))
         self._scores = iter(scores)
         self.announced: list[dict[str, float]] = []
-        shown = (self._trackers, make_console(False))
-        self.callback = EvaluateCallback(
-            config,
-            self._evaluate,
-            folder,
-            world,
-            *shown,
-            self.stop,
-            lambda progress: None,
-            lambda scores: self.announced.append(dict(scores)),
+        run: Any = SimpleNamespace(
+            config=RunConfig(eval=config, run={"dir": str(folder.parent), "name": folder.name}),
+            world=world,
+            stop=self.stop,
+            console=make_console(False),
+            trackers=self._trackers,
+            saver=SimpleNamespace(confirm_best=lambda progress: None),
+            evaluate=self._evaluate,
+            announce_scores=lambda scores: self.announced.append(dict(scores)),
         )
+        self.callback = EvaluateCallback(run)
 
     def handle(self, total: int) -> RunHandle:
         return RunHandle(RunConfig(), self.progress, 0, 1, total, self.stop, self._trackers.log)

@@ -12,6 +12,7 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.evaluation.scoring import EvaluationFailed
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tracking.jsonl import JsonlTracker
+from drawbar.train.callbacks.evaluate import EvaluateCallback
 from drawbar.train.step import RunProgress
 from harness import run_ranks
 from runs import Fit, fit_in, losses, metrics, weights
@@ -109,7 +110,7 @@ def test_an_evaluation_that_its_checkpoint_did_not_hear_of_leaves_no_second_line
 ) -> None:
     """As where a process is killed between the line and the checkpoint."""
     with monkeypatch.context() as patch:
-        patch.setattr("drawbar.train.callbacks.EvaluateCallback._compare", lambda *_: (_ for _ in ()).throw(PowerCut()))
+        patch.setattr(EvaluateCallback, "_compare", lambda *_: (_ for _ in ()).throw(PowerCut()))
         with pytest.raises(PowerCut):
             fit(*SETTINGS, "checkpoint.every=2", task=Scored)
     assert [line["step"] for line in metrics(run) if "eval/validation/loss" in line] == [2]
@@ -177,7 +178,7 @@ def test_metrics_that_cannot_be_written_cost_nothing(fit: Fit, run: Path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(JsonlTracker, "log", fail)
-    monkeypatch.setattr("drawbar.train.callbacks.write_results", fail)
+    monkeypatch.setattr("drawbar.train.callbacks.evaluate.write_results", fail)
     assert fit().exit_code == 0
     assert max(saved(run)) == 12
     assert (run / "logs" / "rank-0000.log").read_text().count("JsonlTracker: OSError") == 1

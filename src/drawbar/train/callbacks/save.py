@@ -1,0 +1,88 @@
+"""Checkpoints: every few steps or minutes, at a better score, and at the end."""
+
+import time
+from pathlib import Path
+
+from drawbar.config.schema.interval import interval_seconds
+from drawbar.train.callback import Callback, RunHandle
+from drawbar.train.callbacks.nan_check import check_finite
+from drawbar.train.run import Run
+from drawbar.train.step import RunProgress, StepInfo
+from drawbar.train.stop import Reason
+
+
+class SaveCallback(Callback):
+    """A checkpoint every few steps, where a callback asked for one, and at the end; before the step is evaluated."""
+
+    def __init__(self, run: Run) -> None:
+        every = run.config.checkpoint.every
+        self._every = every if isinstance(every, int) else None  # a length of time is for ``TimedSaveCallback``
+        self._run = run
+        self._newest: StepInfo | None = None
+
+    def on_step(self, run: RunHandle, info: StepInfo) -> None:
+        self._newest = info
+        if info.step == self._run.saver.first_step:  # before hours of steps that could not be saved
+            self._run.saver.check_buffers()
+        is_due = self._every is not None and info.step % self._every == 0
+        if info.last or is_due or self._run.stop.reason is Reason.SAVE:  # a callback asked for it before this step
+            save(self._run, info)
+
+    def on_train_end(self, run: RunHandle) -> None:
+        if self._newest is not None and not self._run.saver.has_saved(run.progress):
+            save(self._run, self._newest)
+        self._run.saver.wait()
+
+
+class SaveScoreCallback(Callback):
+    """After an evaluation: saves a checkpoint at a new best score, else updates the progress in this step's one."""
+
+    def __init__(self, run: Run) -> None:
+        self._keep_best = run.config.checkpoint.keep_best
+        self._run = run
+
+    def on_train_start(self, run: RunHandle) -> None:
+        # only the progress in that step's checkpoint changes; except after ``--resume PATH`` of another run's best one:
+        # there a whole checkpoint is saved, which this run keeps as its own
+        if run.step > 0 and self._is_due(run.progress):
+            self._run.saver.save(run.progress)
+
+    def on_step(self, run: RunHandle, info: StepInfo) -> None:
+        if self._is_due(info.progress):
+            save(self._run, info)
+
+    def _is_due(self, progress: RunProgress) -> bool:
+        saved = self._run.saver.last_saved_progress
+        if saved is not None and saved.step == progress.step:
+            return saved != progress
+        return self._keep_best and progress.best_step == progress.step
+
+
+class TimedSaveCallback(Callback):
+    """Requests a checkpoint when the last one is older than ``checkpoint.every``, a length of time. Rank 0 alone has
+    this callback, as clocks differ."""
+
+    def __init__(self, run: Run) -> None:
+        self._seconds = interval_seconds(str(run.config.checkpoint.every))
+        self._last = time.monotonic()
+
+    def on_train_start(self, run: RunHandle) -> None:
+        self._last = time.monotonic()
+
+    def on_step(self, run: RunHandle, info: StepInfo) -> None:
+        if time.monotonic() - self._last >= self._seconds:
+            run.request_save()
+            self._last = time.monotonic()
+
+    def on_save(self, run: RunHandle, checkpoint: Path) -> None:
+        self._last = time.monotonic()
+
+
+def save(run: Run, info: StepInfo) -> None:
+    """Save this step; if its checkpoint exists already, update only the progress in it."""
+    check_finite(info, run.saver)
+    saved = run.saver.last_saved_progress
+    with run.meter.paused():
+        run.saver.save(info.progress)
+    if saved is None or saved.step != info.step:
+        run.announce_save(info.step)

@@ -1,0 +1,49 @@
+"""``status.json``: how far a run has come, for whoever looks from outside."""
+
+import logging
+import time
+from contextlib import suppress
+
+from drawbar.launch.jobs.progress import LoggedProgress
+from drawbar.launch.jobs.run_status import RunState, RunStatus, write_run_status
+from drawbar.runtime.log import log_to_file
+from drawbar.train.callback import Callback, RunHandle
+from drawbar.train.run import Run
+from drawbar.train.step import StepInfo
+
+
+class StatusCallback(Callback):
+    """Writes the run's ``status.json``, for ``drawbar status`` and the like. Rank 0 alone has this callback."""
+
+    def __init__(self, run: Run) -> None:
+        self._every = run.config.tracking.log_every
+        self._run = run
+        self._started = round(time.time(), 3)
+
+    def on_train_start(self, run: RunHandle) -> None:
+        self._started = round(time.time(), 3)
+        self._write(run, "training")
+
+    def on_step(self, run: RunHandle, info: StepInfo) -> None:
+        if info.step % self._every == 0 or info.step == 1:
+            self._write(run, "training")
+
+    def on_train_end(self, run: RunHandle) -> None:
+        state: RunState = "complete" if self._run.is_complete() else "stopped"
+        self._write(run, state)
+        # a run that goes on writes another status: the log keeps this one
+        log_to_file(LoggedProgress(step=run.step, total=run.total_steps).ended_as(state), logging.INFO)
+
+    def on_exception(self, run: RunHandle, error: Exception) -> None:
+        self._write(run, "failed")
+
+    def write_if_complete(self, run: RunHandle) -> None:
+        """Write that the run is complete, where it was so when this process began: the process before may have died
+        before writing it."""
+        known = RunStatus.read(run.run_dir)
+        if known is not None and known.state != "complete":
+            self._write(run, "complete")
+
+    def _write(self, run: RunHandle, state: RunState) -> None:
+        with suppress(OSError):  # such as a full disk: writing the checkpoint or the metrics will report it
+            write_run_status(run.run_dir, state, run.step, run.total_steps, self._started)

@@ -1,0 +1,184 @@
+"""From a configuration to a run that is ready to train: where it begins, what its ``auto`` settings stand for, its
+task, data and engine."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.space import check_space, required_bytes
+from drawbar.config.io.compare import check_new_steps, check_not_fewer_steps
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.distributed.process_group import Distributed
+from drawbar.engines.build import build_engine, check_machine
+from drawbar.engines.engine import Engine
+from drawbar.runtime.log import logger, open_log_file
+from drawbar.runtime.seed import seed_everything, use_deterministic_kernels
+from drawbar.tasks.padding import choose_padding_free
+from drawbar.tasks.task import Task
+from drawbar.tasks.user_methods import name_failing_method
+from drawbar.tracking.console import Console
+from drawbar.tracking.trackers import Trackers
+from drawbar.train.batches import load_data, open_data
+from drawbar.train.check import check_on_samples, compare_with_neighbours, with_rows_alone
+from drawbar.train.checkpoint_layouts import checkpoint_bytes
+from drawbar.train.eval_mode import resolve_mode
+from drawbar.train.initial_model import InitialModel
+from drawbar.train.memory_probe import fit_micro_batch, memory_of
+from drawbar.train.remote_start import find_start_on_disk_or_store
+from drawbar.train.restore import restore_engine, restore_rest, with_original_choices
+from drawbar.train.run import Run
+from drawbar.train.run_dir_lock import RunDirLock
+from drawbar.train.rundir import RunStart, find_start, run_dir_of, without_data_rebuild, write_config
+from drawbar.train.setup import build_task, check_script, count_steps, log_changed_schedule, save_task
+from drawbar.train.shared_disks import check_nodes_share_disk
+from drawbar.train.step import RunProgress
+from drawbar.train.stop import Stop
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks to be trained: see ``Trainer``."""
+
+    config: RunConfig
+    source_config: RunConfig
+    """Of the run whose checkpoint a fork begins from; else ``config``."""
+    task_type: type[Task]
+    resume: str
+    fork: str | None
+    weights_only: bool
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The two configurations of a run."""
+
+    written: RunConfig
+    """For ``config.yaml``: what the user asks for, so that ``auto`` stays ``auto``."""
+    trained: RunConfig
+    """What this process trains."""
+
+    def with_task_of(self, task: Task) -> "Settings":
+        """The same, with the columns that the data were found to have."""
+        update = {"task": task.run_config.task}
+        return Settings(self.written.model_copy(update=update), self.trained.model_copy(update=update))
+
+
+def prepare_run(
+    request: Request,
+    lock: RunDirLock,
+    initial_model: InitialModel,
+    world: Distributed,
+    stop: Stop,
+    console: Console,
+    trackers: Trackers,
+) -> Run:
+    """Build the run, restore it from its checkpoint, and open its directory. Nothing is written before the task, the
+    model and the settings have been tried. Collective.
+
+    Raises:
+        UserError: the request is wrong, or does not fit the checkpoint, the data or the machine.
+    """
+    shares_disk = check_nodes_share_disk(request.config, world)
+    start = world.from_rank0(partial(_find_start, request, lock), "looking for the newest checkpoint")
+    if start.refusal is not None:
+        raise start.refusal
+    source_run_dir = run_dir_of(start.checkpoint, request.config.run_dir)
+    settings = _without_rebuild(request, start, world)
+    model_folder = initial_model.provide(settings.trained, source_run_dir, lock.take, world)
+    settings, task = _build_task(request, settings, start, source_run_dir, model_folder, world)
+
+    config = choose_padding_free(task, settings.trained, world.device)
+    opened = open_data(task, config, world)
+    with name_failing_method(task):
+        engine = build_engine(task, config, world)
+    config = with_rows_alone(task, engine, config)
+    if start.checkpoint is not None:
+        start, rest = restore_engine(start, engine, world)
+    tried = check_on_samples(task, engine, opened, config, world, console)
+    loader, train, validation = load_data(task, opened, config, world, console)
+    compare_with_neighbours(task, engine, train or tried)
+    engine.total_steps = total_steps = count_steps(config.train, loader.steps_per_epoch)
+    resumed = start.checkpoint is not None and not start.forked
+    micro_batch_dir = source_run_dir if resumed else config.run_dir
+    found = fit_micro_batch(loader, engine, memory_of(world.device), micro_batch_dir, resumed)
+
+    seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # dropout differs by rank, but for tp ranks
+    progress = RunProgress()
+    if start.checkpoint is not None:
+        progress = restore_rest(start, rest, config.run.seed, loader, validation, world)
+        check_not_fewer_steps(progress.step, total_steps, config.train)
+        if source_run_dir != config.run_dir:
+            check_new_steps(progress.step, total_steps, config.train)
+        log_changed_schedule(start.changed_schedule, progress.step, total_steps, config.optim)
+    _open_directory(settings.written, start, lock, task, engine, world)
+    if found is not None and world.is_rank0:
+        found.save(config.run_dir)
+    return Run(
+        config, world, stop, console, trackers, task, engine, loader, validation, progress, total_steps, shares_disk,
+        uncompiled_step_fits=found is not None,
+    )  # fmt: skip
+
+
+def _find_start(request: Request, lock: RunDirLock) -> RunStart:
+    find = partial(find_start, request.source_config, request.resume, request.fork, request.weights_only)
+    lock.take_if_run()  # before the disk is searched: another process may write there
+    start = find_start_on_disk_or_store(find, request.config, request.resume)
+    lock.take_if_run()  # the run directory may have been downloaded from the object store just now
+    return start
+
+
+def _without_rebuild(request: Request, start: RunStart, world: Distributed) -> Settings:
+    config = request.config
+    written = config.model_copy(update={"eval": resolve_mode(config.eval, start.eval_mode)})
+    if not config.data.rebuild or not world.from_rank0((config.run_dir / "config.yaml").exists, "looking for the run"):
+        return Settings(written, config)
+    logger.info("data.rebuild is ignored, as the run exists already; `drawbar prepare` encodes its data anew")
+    return Settings(written, without_data_rebuild(config))
+
+
+def _build_task(
+    request: Request,
+    settings: Settings,
+    start: RunStart,
+    source_run_dir: Path,
+    model_folder: Path | None,
+    world: Distributed,
+) -> tuple[Settings, Task]:
+    """Resolve what does not depend on the task, then build it."""
+    config = settings.trained
+    if config.run.deterministic:
+        use_deterministic_kernels()
+    seed_everything(config.run.seed)
+    if start.checkpoint is not None and not start.forked:
+        check_script(request.task_type, config)
+        config = with_original_choices(config, start.checkpoint, world)
+    config = check_machine(config, world)
+    task = build_task(
+        request.task_type,
+        config,
+        world,
+        source_run_dir,
+        has_checkpoint=start.checkpoint is not None,
+        initial_model=model_folder,
+    )
+    return Settings(settings.written, config).with_task_of(task), task
+
+
+def _open_directory(
+    config: RunConfig, start: RunStart, lock: RunDirLock, task: Task, engine: Engine, world: Distributed
+) -> None:
+    """Create or update the run directory; call it only when everything is ready to train."""
+    folder = config.run_dir
+    checkpoints = CheckpointDirectory(folder / "checkpoints")
+    world.barrier("loading the checkpoint")  # all ranks have read it: remove_leftovers() below may rename it
+    with world.barrier_after("opening the run directory"):
+        if world.is_rank0:
+            checkpoints.set_aside(start.unusable)
+            saved = len(checkpoints.steps())
+            check_space(folder, required_bytes(checkpoint_bytes(engine), config.checkpoint.keep, saved))
+            lock.take()
+            write_config(config, start)  # first: from here on the same command resumes this run
+            save_task(task, folder)
+            checkpoints.remove_leftovers()
+    open_log_file(folder, world.rank)

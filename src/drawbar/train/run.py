@@ -1,0 +1,115 @@
+"""``Run``: the parts of a run, ready to train, which the trainer and drawbar's own callbacks share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from drawbar.checkpoint.format import step_name
+from drawbar.config.schema.run_config import EvalSection, RunConfig
+from drawbar.data.loader import Loader
+from drawbar.distributed.process_group import Distributed
+from drawbar.engines.engine import Engine
+from drawbar.evaluation.scoring import Evaluation, Split, evaluate
+from drawbar.runtime.seed import rng_state, set_rng_state
+from drawbar.tasks.task import Task
+from drawbar.tracking.console import Console
+from drawbar.tracking.meters import Throughput
+from drawbar.tracking.trackers import Trackers
+from drawbar.train.batches import eval_micro_batch, make_augment
+from drawbar.train.callback import Callback, RunHandle
+from drawbar.train.saver import Saver
+from drawbar.train.step import RunProgress
+from drawbar.train.stop import Stop
+
+
+@dataclass
+class Run:
+    """The parts of a run."""
+
+    config: RunConfig
+    """What is trained: without ``auto``."""
+    world: Distributed
+    stop: Stop
+    console: Console
+    trackers: Trackers
+    task: Task
+    engine: Engine
+    loader: Loader
+    validation: Split | None
+    progress: RunProgress
+    total_steps: int
+    shares_disk: bool
+    """Whether all nodes see the run directory."""
+    uncompiled_step_fits: bool
+    """True where trial steps (not compiled) chose the micro-batch's size."""
+    meter: Throughput = field(default_factory=Throughput)
+    callbacks: list[Callback] = field(default_factory=list)
+    """drawbar's own, then the user's."""
+    saver: Saver = field(init=False)
+    """From the start of training on."""
+
+    def __post_init__(self) -> None:
+        world, log = self.world, self.trackers.log
+        self.handle = RunHandle(
+            self.config, self.progress, world.rank, world.size, self.total_steps, _stop=self.stop, _log=log
+        )
+
+    def make_saver(self) -> Saver:
+        """Make ``saver``, which is to be closed."""
+        parts = (self.engine, self.loader, self.world, self.shares_disk, self.stop, self.progress, self.validation)
+        self.saver = Saver(self.config, *parts)
+        return self.saver
+
+    @property
+    def all_steps_done(self) -> bool:
+        return self.progress.step >= self.total_steps
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        return self.validation is not None and evaluation_is_due(
+            self.config.eval, self.progress, last=self.all_steps_done
+        )
+
+    def is_complete(self) -> bool:
+        """Whether all steps are made and evaluated, or the run has stopped early."""
+        return (self.all_steps_done and not self.evaluation_is_due) or patience_is_exhausted(
+            self.config.eval, self.progress
+        )
+
+    def announce_scores(self, scores: Mapping[str, float]) -> None:
+        for callback in self.callbacks:
+            callback.on_evaluate(self.handle, scores)
+
+    def announce_save(self, step: int) -> None:
+        for callback in self.callbacks:
+            callback.on_save(self.handle, self.config.run_dir / "checkpoints" / step_name(step))
+
+    def evaluate(self) -> Evaluation | None:
+        """Evaluate on the validation data, leaving every random generator as it was; None if a rank wants to stop: the
+        resumed run then evaluates again."""
+        assert self.validation is not None
+        state = rng_state(self.world.device)
+        try:
+            with self.meter.paused():
+                return evaluate(
+                    self.engine,
+                    self.task,
+                    self.validation,
+                    self.world,
+                    eval_micro_batch(self.config, has_tokens="input_ids" in self.validation.samples.fields),
+                    make_augment(self.task, self.config, train=False),
+                    progress=lambda done, total: self.console.phase("evaluating", done, total),
+                    stop_wanted=lambda: self.stop.wanted,
+                )
+        finally:
+            set_rng_state(state, self.world.device)
+
+
+def evaluation_is_due(config: EvalSection, progress: RunProgress, last: bool) -> bool:
+    """Whether an evaluation is due at the current step and has not been made yet."""
+    due = last or (config.every is not None and progress.step % config.every == 0)
+    return due and progress.evaluated_step != progress.step
+
+
+def patience_is_exhausted(config: EvalSection, progress: RunProgress) -> bool:
+    """Whether early stopping is due: no better score in the last ``eval.patience`` evaluations."""
+    return config.patience is not None and progress.evaluations_since_best >= config.patience
