@@ -108,7 +108,6 @@ BREAKING = {
         ["data.train=[{files: a, weight: 1.0}, {files: b, weight: 2}]", "data.shuffle=false"]
     ],
     "settings of deepspeed": [["parallel.strategy=ddp", "deepspeed={}"]],
-    "preset and file": [["deepspeed={preset: zero2, config: a.json}"]],
     "preset and stage": [["deepspeed.preset=zero2", "parallel.zero_stage=3"]],
     "preset and offload": [["deepspeed.preset=zero2", "parallel.offload=true"]],
     "offload and none": [
@@ -271,12 +270,6 @@ def test_what_can_be_said_in_two_ways_is_known_to_the_command_line():
             ["data.validation_share=0.1"],
             {"data.validation": None, "data.validation_share": 0.1},
             "data.validation=",
-        ),
-        (
-            "parallel: {strategy: deepspeed}\ndeepspeed: {config: ds.json}",
-            ["deepspeed.preset=zero2"],
-            {"deepspeed.preset": "zero2", "deepspeed.config": None},
-            "deepspeed.config=ds.json",
         ),
         (
             "data: {train: {files: a.txt}}",

@@ -55,13 +55,6 @@ SETTINGS = (
         "set parallel.strategy=deepspeed, or deepspeed=null",
     ),
     Rule(
-        "preset and file",
-        ("deepspeed.preset", "deepspeed.config"),
-        lambda c: _section(c).preset is not None and _section(c).config is not None,
-        "both say which ZeRO stage it is",
-        "keep one; the other can be null",
-    ),
-    Rule(
         "preset and stage",
         ("deepspeed.preset", "parallel.zero_stage"),
         lambda c: (preset := _section(c).preset) is not None and c.parallel.zero_stage not in (None, stage_of(preset)),

@@ -90,7 +90,10 @@ def initialize_deepspeed(
         )
     except torch.OutOfMemoryError:
         raise
-    except (AssertionError, ValueError, NotImplementedError, RuntimeError) as error:
+    except (
+        *(AssertionError, ValueError, NotImplementedError, RuntimeError),
+        deepspeed.DeepSpeedConfigError,
+    ) as error:
         raise UserError(
             f"DeepSpeed refuses this run: {type(error).__name__}: {error}",
             where="parallel.strategy=deepspeed",
