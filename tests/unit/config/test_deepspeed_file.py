@@ -164,7 +164,7 @@ CONTRADICTIONS = [
         "gradient_accumulation_steps = 1 contradicts train.micro_batch_tokens=99 (command line)",
     ),
     ({"gradient_clipping": 0.5}, [], "gradient_clipping = 0.5 contradicts train.gradient_clip=1.0 (default)"),
-    ({"gradient_clipping": 0}, [], "set train.gradient_clip to it, or to null for 0"),
+    ({"gradient_clipping": 0}, [], "set train.gradient_clip, to null for 0"),
     ({"gradient_clipping": 1}, ["train.gradient_clip=null"], "contradicts train.gradient_clip=null (command line)"),
     (
         {"fp16": {"enabled": True}},
@@ -204,7 +204,11 @@ CONTRADICTIONS = [
     ({"tensor_parallel": {"tp": {"tp_size": 2}}}, [], "tensor_parallel.tp.tp_size = 2 contradicts parallel.tensor=1"),
     (optimizer(lr=1), [], "optimizer.params.lr = 1 contradicts optim.lr=0.0003 (default)"),
     (optimizer(lr=1), [], 'write "auto" in the file, or set optim.lr=1'),
-    (optimizer(betas=[0.9, 0.95]), [], "optimizer.params.betas = [0.9, 0.95] contradicts optim.betas=[0.9, 0.999]"),
+    (
+        optimizer(betas=[0.9, 0.95]),
+        [],
+        "params.betas = [0.9, 0.95] contradicts optim.betas=[0.9, 0.999] (default)\n",
+    ),
     (optimizer(eps=1e-6), [], "optimizer.params.eps = 1e-06 contradicts optim.eps=1e-08 (default)"),
     (optimizer(weight_decay=3), [], "optimizer.params.weight_decay = 3 contradicts optim.weight_decay="),
     (optimizer(momentum=0.9), ["optim.name=sgd"], "optimizer.params.momentum = 0.9 contradicts optim.momentum=null"),

@@ -1,12 +1,12 @@
 """The JSON that DeepSpeed gets: what follows from the run's settings, and the rest of a user's own file.
 
-What the file says of the run must agree with the settings; what would change the run unseen is refused; everything
-else is passed on. Optimizer and schedule are drawbar's own: the file's are compared, and left out.
+What the file says of the run must agree with the settings; what would change the run unseen is refused; the
+rest is passed on as it is. Optimizer and schedule are drawbar's own: the file's are compared, and left out.
 """
 
 import json
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from drawbar.config.io.load_config import LoadedConfig
 from drawbar.config.io.source import read_text
 from drawbar.config.rules.rule import one_error
 from drawbar.config.rules.rule_table import check_degrees, check_world, resolve_micro_batch
-from drawbar.config.schema.deepspeed_section import DeepSpeedSection
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
 
@@ -28,19 +27,6 @@ ROWS, STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 ZERO, OPTIMIZER, SCHEDULER = "zero_optimization", "optimizer.params", "scheduler.params"
 OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
 """Sections of ``zero_optimization``, and the settings of ``deepspeed`` that say the same."""
-ZERO_SETTINGS = {
-    "reduce_bucket_size": "reduce_bucket_size",
-    "allgather_bucket_size": "allgather_bucket_size",
-    "reduce_scatter": "reduce_scatter",
-    "overlap_comm": "overlap_comm",
-    "contiguous_gradients": "contiguous_gradients",
-    "sub_group_size": "sub_group_size",
-    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
-    "param_persistence_threshold": "stage3_param_persistence_threshold",
-    "max_live_parameters": "stage3_max_live_parameters",
-    "max_reuse_distance": "stage3_max_reuse_distance",
-}
-"""Settings of the section ``deepspeed``, and their names in ``zero_optimization``."""
 OPTIMIZERS = {"adamw": ("adamw", "AdamW", "adam", "Adam"), "sgd": ("sgd", "SGD")}
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 SECTIONS = (
@@ -87,10 +73,10 @@ REFUSED = {
     f"{ZERO}.mics_shard_size": "DeepSpeed has removed it; set parallel.strategy=fsdp parallel.replicate=N",
     f"{ZERO}.mics_hierarchical_params_gather": _REMOVED,
     f"{ZERO}.zeropp_loco_param": _REMOVED,
-    f"{ZERO}.offload_optimizer.super_offload": "it is an optimizer of DeepSpeed's, and the run's is optim.name",
+    f"{ZERO}.offload_optimizer.super_offload": "it is an optimizer of DeepSpeed's; the run's is optim.name",
 }
-"""What would change the run behind its settings' back, and what drawbar does itself: why. A value that only says that
-it is off is left out."""
+"""What would change the run unseen, and what drawbar does itself: why each is refused. A value that only says
+that it is off is left out."""
 OLDER = {
     "bfloat16": '"bf16"',
     f"{ZERO}.cpu_offload": '"offload_optimizer": {"device": "cpu"}',
@@ -113,7 +99,10 @@ FIXED: dict[str, tuple[Any, str]] = {
     f"{SCHEDULER}.last_batch_iteration": (-1, "a run goes on from the step of its checkpoint"),
 }
 """The one value that every run has, and why."""
-SAME_UPDATE = ("optimizer.legacy_fusion", *(f"{OPTIMIZER}.{name}" for name in ("torch_adam", "fused", "foreach")))
+SAME_UPDATE = (
+    "optimizer.legacy_fusion",
+    *(f"{OPTIMIZER}.{name}" for name in ("torch_adam", "fused", "foreach")),
+)
 """Of the optimizer: which code computes the same update."""
 CHANGES_LOSSES = {
     f"{ZERO}.zero_quantized_weights": "parameters are rounded on their way between ranks",
@@ -135,13 +124,13 @@ class DeepSpeedJson:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the run says of a key of the file."""
+class Expected:
+    """What a key of the file may say, if it is there."""
 
     setting: str
-    """Which says it."""
+    """The run's setting that says it."""
     values: tuple[Any, ...]
-    """What the file may say: the run's own value first. Empty where nothing in the file says the same."""
+    """The run's value first; empty where no value in the file says the same as the setting."""
     remedy: str = ""
     """What to do where the file has another value; by default, give the setting that value."""
 
@@ -166,21 +155,22 @@ def deepspeed_json(config: LoadedConfig | RunConfig, ranks: int, precision: str)
         precision: ``fp32``, ``bf16`` or ``fp16``; or ``auto`` where only errors are of interest.
 
     Raises:
-        UserError: the user's file cannot be read, or contradicts the run: one error with all that is wrong. Or the
-            processes do not make up whole models.
+        UserError: the user's file cannot be read, or contradicts the run: one error with all that is wrong.
+            Or the processes do not make up whole models.
     """
     loaded = config if isinstance(config, LoadedConfig) else LoadedConfig(config, {}, None)
     config = loaded.config
     path = config.deepspeed.config if config.deepspeed is not None else None
     theirs = _read(path) if path is not None else {}
     run = _of_run(config, ranks, precision)
-    said = _said(config, run, precision)
-    problems = [*_contradictions(loaded, theirs, said), *_refusals(theirs, said)]
+    expected = _expected(config, run, precision)
+    problems = [*_contradictions(loaded, theirs, expected), *_refusals(theirs, expected)]
     if problems:
         raise one_error([(f"{path}: {what}", remedy) for what, remedy in problems])
     values = _merged(_merged(_defaults(config, precision), _passed_on(theirs)), run)
     if config.parallel.tensor > 1 and config.parallel.pipeline == 1:
-        del values["train_batch_size"]  # with AutoTP, DeepSpeed multiplies by all ranks, and refuses this number
+        # with AutoTP, DeepSpeed multiplies by all ranks, and would refuse the right number
+        del values["train_batch_size"]
     notes = [
         f"{path}: {key}: {meaning}; the losses are not those of other strategies"
         for key, meaning in CHANGES_LOSSES.items()
@@ -228,16 +218,21 @@ def _of_run(config: RunConfig, ranks: int, precision: str) -> dict[str, Any]:
     values: dict[str, Any] = {
         "train_batch_size": config.train.global_batch,
         ROWS: rows,
-        STEPS: config.train.global_batch // data_ranks // rows,  # drawbar tells DeepSpeed when a batch is complete
+        # only consistent, as DeepSpeed demands: the engine tells it when a global batch is complete
+        STEPS: config.train.global_batch // data_ranks // rows,
         "gradient_clipping": config.train.gradient_clip or 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": precision == "bf16" and stage > 0},
         "fp16": {"enabled": precision == "fp16"},
-        ZERO: _zero(config, stage),
+        ZERO: {"stage": stage},
+    }
+    places = zero.offload_optimizer(config), zero.offload_parameters(config)
+    values[ZERO] |= {
+        name: _offload(place) for name, place in zip(OFFLOADS, places, strict=True) if place != zero.NOWHERE
     }
     if precision == "bf16" and stage == 0:
-        # with bf16 weights, stage 0 adds gradients up in bf16, too; with fp32 weights and autocast, stage 0 is DDP
+        # with bf16 weights, stage 0 adds gradients up in bf16; with fp32 weights and autocast, it is DDP
         values["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     if config.parallel.tensor > 1:
         # a sharded vocabulary gives logits that only DeepSpeed's own loss takes
@@ -245,28 +240,20 @@ def _of_run(config: RunConfig, ranks: int, precision: str) -> dict[str, Any]:
     return values
 
 
-def _zero(config: RunConfig, stage: int) -> dict[str, Any]:
-    section = config.deepspeed or DeepSpeedSection()
-    found: dict[str, Any] = {theirs: getattr(section, name) for name, theirs in ZERO_SETTINGS.items()}
-    for name, place in (
-        ("offload_optimizer", zero.offload_optimizer(config)),
-        ("offload_param", zero.offload_parameters(config)),
-    ):
-        if place != zero.NOWHERE:
-            offload = {"device": "cpu"} if place == zero.HOST else {"device": "nvme", "nvme_path": place}
-            found[name] = _given({**offload, "pin_memory": section.pin_memory})
-    return _given({"stage": stage, **found})
-
-
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+def _offload(place: str) -> dict[str, str]:
+    return {"device": "cpu"} if place == zero.HOST else {"device": "nvme", "nvme_path": place}
 
 
 def _defaults(config: RunConfig, precision: str) -> dict[str, Any]:
     """What holds where a user's file says nothing else."""
     values: dict[str, Any] = {"steps_per_print": NEVER}
     if precision == "fp16":  # as drawbar.parallel.precision.LossScaler
-        values["fp16"] = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
+        values["fp16"] = {
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 2000,
+            "hysteresis": 1,
+        }
     sharded = zero.zero_stage(config) > 0
     if precision != "fp32" and (sharded or precision != "bf16"):
         values["communication_data_type"] = "fp32"
@@ -275,18 +262,18 @@ def _defaults(config: RunConfig, precision: str) -> dict[str, Any]:
     return values
 
 
-def _said(config: RunConfig, run: Mapping[str, Any], precision: str) -> dict[str, Said]:
-    """What the run's settings say of each key that might contradict them.
+def _expected(config: RunConfig, run: Mapping[str, Any], precision: str) -> dict[str, Expected]:
+    """What each key may say that might contradict a setting.
 
     Args:
         run: what follows from the settings.
         precision: ``auto`` where it is not known yet, so that nothing contradicts it.
     """
     train, tensor = config.train, config.parallel.tensor
-    clip = Said("train.gradient_clip", (run["gradient_clipping"],), "set train.gradient_clip to it, or to null for 0")
-    degree = Said("parallel.tensor", (tensor, 0) if tensor == 1 else (tensor,))
-    said = {
-        "train_batch_size": Said("train.global_batch", (train.global_batch,)),
+    clip = Expected("train.gradient_clip", (run["gradient_clipping"],), "set train.gradient_clip, to null for 0")
+    degree = Expected("parallel.tensor", (tensor, 0) if tensor == 1 else (tensor,))
+    expected = {
+        "train_batch_size": Expected("train.global_batch", (train.global_batch,)),
         "gradient_clipping": clip,
         f"{OPTIMIZER}.max_grad_norm": clip,
         "tensor_parallel.autotp_size": degree,
@@ -297,49 +284,52 @@ def _said(config: RunConfig, run: Mapping[str, Any], precision: str) -> dict[str
     }
     if train.micro_batch_tokens is not None:  # a micro-batch has as many rows as fit: no number says that
         remedy = "set train.micro_batch_tokens=null and train.micro_batch"
-        said |= dict.fromkeys((ROWS, STEPS), Said("train.micro_batch_tokens", (), remedy))
+        expected |= dict.fromkeys((ROWS, STEPS), Expected("train.micro_batch_tokens", (), remedy))
     else:
         remedy = f"set train.micro_batch to the {run[ROWS] * run[STEPS]} rows of a rank, divided by it"
-        said[ROWS] = Said("train.micro_batch", (run[ROWS],))
-        said[STEPS] = Said("train.micro_batch", (run[STEPS],), remedy)
+        expected[ROWS] = Expected("train.micro_batch", (run[ROWS],))
+        expected[STEPS] = Expected("train.micro_batch", (run[STEPS],), remedy)
     for name in ("bf16", "fp16") if precision != AUTO else ():
-        said[f"{name}.enabled"] = Said("precision", (name == precision,), "set precision to what the file enables")
-    return said
+        remedy = "set precision to what the file enables"
+        expected[f"{name}.enabled"] = Expected("precision", (name == precision,), remedy)
+    return expected
 
 
-def _of_zero(config: RunConfig, run: Mapping[str, Any]) -> dict[str, Said]:
+def _of_zero(config: RunConfig, run: Mapping[str, Any]) -> dict[str, Expected]:
     setting = _first_set(config, "parallel.zero_stage", "deepspeed.preset")
-    said = {f"{ZERO}.stage": Said(setting, (run["stage"],), "set parallel.zero_stage, or the preset, to that stage")}
+    remedy = "set parallel.zero_stage, or the preset, to that stage"
+    expected = {f"{ZERO}.stage": Expected(setting, (run["stage"],), remedy)}
     for name, own in OFFLOADS.items():
         setting = _first_set(config, f"deepspeed.{own}", "parallel.offload", "deepspeed.preset")
         remedy = f"set deepspeed.{own} (or parallel.offload, or the preset) to what the file says"
         place = run.get(name, {"device": zero.NOWHERE})
-        said |= {f"{ZERO}.{name}.{key}": Said(setting, (value,), remedy) for key, value in place.items()}
-        if "pin_memory" in place:
-            said[f"{ZERO}.{name}.pin_memory"] = Said("deepspeed.pin_memory", (place["pin_memory"],))
-    for setting, name in ZERO_SETTINGS.items():
-        if name in run:  # DeepSpeed knows some by both names
-            said |= {f"{ZERO}.{each}": Said(f"deepspeed.{setting}", (run[name],)) for each in (setting, name)}
-    return said
+        expected |= {f"{ZERO}.{name}.{key}": Expected(setting, (value,), remedy) for key, value in place.items()}
+    return expected
 
 
 def _first_set(config: RunConfig, *settings: str) -> str:
     """The first of these settings that is set; the first of all where none is."""
-    return next(
-        (setting for setting in settings if show(lookup(config, setting)) not in ("null", "false")), settings[0]
-    )
+    for setting in settings:
+        if show(lookup(config, setting)) not in ("null", "false"):
+            return setting
+    return settings[0]
 
 
-def _of_optimizer(config: RunConfig) -> dict[str, Said]:
+def _of_optimizer(config: RunConfig) -> dict[str, Expected]:
     optim = config.optim
     remedy = "set optim.name=adamw or sgd; DeepSpeed runs no other optimizer here"
-    said = {"optimizer.type": Said("optim.name", OPTIMIZERS.get(optim.name, ()), remedy)}
-    values = {"lr": optim.lr, "betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay}
-    values["momentum"] = optim.momentum or 0.0
-    return said | {f"{OPTIMIZER}.{name}": Said(f"optim.{name}", (value,)) for name, value in values.items()}
+    expected = {"optimizer.type": Expected("optim.name", OPTIMIZERS.get(optim.name, ()), remedy)}
+    values = {
+        "lr": optim.lr,
+        "betas": list(optim.betas),
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+        "momentum": optim.momentum or 0.0,
+    }
+    return expected | {f"{OPTIMIZER}.{name}": Expected(f"optim.{name}", (value,)) for name, value in values.items()}
 
 
-def _of_schedule(config: RunConfig) -> dict[str, Said]:
+def _of_schedule(config: RunConfig) -> dict[str, Expected]:
     optim = config.optim
     same = [name for name, schedule in SCHEDULES.items() if schedule == optim.schedule]
     if optim.schedule == "linear" and optim.min_lr_ratio:
@@ -352,31 +342,33 @@ def _of_schedule(config: RunConfig) -> dict[str, Said]:
     ours = ", ".join(f"{name} is {schedule}" for name, schedule in SCHEDULES.items())
     remedy = f"set optim.schedule ({ours}, where optim.min_lr_ratio=0)"
     return {
-        "scheduler.type": Said("optim.schedule", tuple(same), remedy),
-        f"{SCHEDULER}.warmup_max_lr": Said("optim.lr", (optim.lr,)),
-        f"{SCHEDULER}.cos_min_ratio": Said("optim.min_lr_ratio", (optim.min_lr_ratio,)),
-        f"{SCHEDULER}.total_num_steps": Said(steps, (total,)),
-        f"{SCHEDULER}.warmup_num_steps": Said("optim.warmup", (warmup,)),
+        "scheduler.type": Expected("optim.schedule", tuple(same), remedy),
+        f"{SCHEDULER}.warmup_max_lr": Expected("optim.lr", (optim.lr,)),
+        f"{SCHEDULER}.cos_min_ratio": Expected("optim.min_lr_ratio", (optim.min_lr_ratio,)),
+        f"{SCHEDULER}.total_num_steps": Expected(steps, (total,)),
+        f"{SCHEDULER}.warmup_num_steps": Expected("optim.warmup", (warmup,)),
     }
 
 
 def _contradictions(
-    loaded: LoadedConfig, theirs: Mapping[str, Any], said: Mapping[str, Said]
+    loaded: LoadedConfig, theirs: Mapping[str, Any], expected: Mapping[str, Expected]
 ) -> Iterator[tuple[str, str]]:
-    for key, ours in said.items():
+    for key, ours in expected.items():
         value = _at(theirs, key)
         if value is None or value in ours.values:
             continue
         has = lookup(loaded.config, ours.setting)
         place = f" ({loaded.origin(ours.setting)})" if loaded.origins else ""
-        meaning = f", which makes it {json.dumps(ours.values[0])}" if ours.values and ours.values[0] != has else ""
+        meaning = ""
+        if ours.values and show(ours.values[0]) != show(has):
+            meaning = f", which makes it {json.dumps(ours.values[0])}"
         yield (
             f"{key} = {json.dumps(value)} contradicts {ours.setting}={show(has)}{place}{meaning}",
             f'write "auto" in the file, or {ours.remedy or f"set {ours.setting}={show(value)}"}',
         )
 
 
-def _refusals(theirs: Mapping[str, Any], compared: Container[str]) -> Iterator[tuple[str, str]]:
+def _refusals(theirs: Mapping[str, Any], compared: Iterable[str]) -> Iterator[tuple[str, str]]:
     """What no setting makes right.
 
     Args:
@@ -386,10 +378,11 @@ def _refusals(theirs: Mapping[str, Any], compared: Container[str]) -> Iterator[t
     for key, (value, reason) in FIXED.items():
         if _at(theirs, key) not in (None, value):
             reasons[key] = reason
+    known = {*compared, *FIXED, *SECTIONS, *SAME_UPDATE}
     for section in ("optimizer", OPTIMIZER, "scheduler", SCHEDULER):
         for name, value in (_at(theirs, section) or {}).items():
             key = f"{section}.{name}"
-            if not (key in compared or key in FIXED or key in SECTIONS or key in SAME_UPDATE or _is_off(value)):
+            if key not in known and not _is_off(value):
                 reasons[key] = "drawbar makes optimizer and schedule itself, and optim.* has no such setting"
     for key, reason in reasons.items():
         yield f"{key} = {json.dumps(_at(theirs, key))}: {reason}", "remove it from the file"
@@ -402,7 +395,8 @@ def _is_off(value: Any) -> bool:
     """Whether a value only says that there is no such thing, or that numbers are fp32, as they are anyway."""
     if isinstance(value, dict):
         return value.get("enabled") in (False, AUTO) or all(_is_off(inner) for inner in value.values())
-    return value is not True and value in (None, False, 0, 1, -1, AUTO, "fp32")  # in 1 part, or -1: nothing is split
+    # a size of 1, or of -1: nothing is split
+    return value is not True and value in (None, False, 0, 1, -1, AUTO, "fp32")
 
 
 def _passed_on(theirs: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
