@@ -178,6 +178,8 @@ CONTRADICTIONS = [
         "zero_optimization.stage = 3 contradicts parallel.zero_stage=2 (command line)",
     ),
     (zero_of(stage=3), [], "contradicts parallel.zero_stage=null (default), which makes it 2"),
+    (zero_of(stage=3), [], 'write "auto" in the file, or set parallel.zero_stage=3'),
+    (zero_of(stage=3), ["deepspeed.preset=zero2"], "or set another deepspeed.preset, or parallel.zero_stage instead"),
     (zero_of(stage="2"), [], 'zero_optimization.stage = "2" contradicts parallel.zero_stage=null'),
     (zero_of(stage=3), ["deepspeed.preset=zero2"], "contradicts deepspeed.preset=zero2 (command line), which makes it"),
     (

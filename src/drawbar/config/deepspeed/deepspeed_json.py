@@ -297,7 +297,7 @@ def _expected(config: RunConfig, run: Mapping[str, Any], precision: str) -> dict
 
 def _of_zero(config: RunConfig, run: Mapping[str, Any]) -> dict[str, Expected]:
     setting = _first_set(config, "parallel.zero_stage", "deepspeed.preset")
-    remedy = "set parallel.zero_stage, or the preset, to that stage"
+    remedy = "set another deepspeed.preset, or parallel.zero_stage instead" if setting.endswith("preset") else ""
     expected = {f"{ZERO}.stage": Expected(setting, (run["stage"],), remedy)}
     for name, own in OFFLOADS.items():
         setting = _first_set(config, f"deepspeed.{own}", "parallel.offload", "deepspeed.preset")
