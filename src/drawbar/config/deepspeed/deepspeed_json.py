@@ -19,6 +19,7 @@ from drawbar.config.rules.rule import one_error
 from drawbar.config.rules.rule_table import check_degrees, check_world, resolve_micro_batch
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
+from drawbar.util.strict_json import read_json
 
 AUTO = "auto"
 NEVER = 1_000_000_000
@@ -182,8 +183,8 @@ def deepspeed_json(config: LoadedConfig | RunConfig, ranks: int, precision: str)
 def _read(path: str) -> dict[str, Any]:
     text = read_text(Path(path), "JSON")
     try:
-        values = json.loads(text, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
+        values = read_json(text)
+    except ValueError as error:
         remedy = "no comments, no comma behind the last entry, and names in double quotes"
         raise UserError(f"the file is not valid JSON: {error}", where=path, remedy=remedy) from error
     if not isinstance(values, dict):
@@ -193,13 +194,6 @@ def _read(path: str) -> dict[str, Any]:
         if not isinstance(_at(values, key) or {}, dict):
             raise UserError(f"{key} is no JSON object", where=path, remedy='write {"…": …}, or remove it')
     return values
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"an object has a name twice: {', '.join(name for name, _ in pairs)}")
-    return found
 
 
 def _at(values: Mapping[str, Any], key: str) -> Any:
