@@ -3,6 +3,7 @@
 That they are those of ``drawbar train launch.nproc=2``, bit for bit, is what tests/docs/test_deepspeed_guide.py sees.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -103,4 +104,20 @@ def test_what_is_wrong_is_told_once(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=project, env=environ, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 2, done.stdout + done.stderr
     check_one_message(done.stdout + done.stderr, "trian.txt", "data.train", "did you mean train.txt?")
+    assert not (project / "runs" / "tiny").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"zero_optimization": {"reduce_bucket_sise": 1}}, "reduce_bucket_sise"),
+        ({"data_types": {"keep_in_fp32_modules": 1}}, "keep_in_fp32_modules"),
+    ],
+)
+def test_what_deepspeed_alone_can_refuse_of_a_json_is_one_message(project: Path, values: object, named: str) -> None:
+    (project / "ds.json").write_text(json.dumps(values))
+    module = ("--num_gpus=2", "--module", "drawbar", "train", "config.yaml", "deepspeed.config=ds.json")
+    done = deepspeed(*module, cwd=project)
+    assert done.code == 2, done.out + done.err
+    check_one_message(done.out + done.err, "DeepSpeed refuses this run", named, "parallel.strategy=deepspeed")
     assert not (project / "runs" / "tiny").exists()

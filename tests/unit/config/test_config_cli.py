@@ -64,11 +64,11 @@ def test_show_the_json_of_deepspeed(path):
 
 
 def test_show_the_json_of_deepspeed_with_a_file(path):
-    Path("ds.json").write_text('{"zero_optimization": {"stage": 3, "cpu_offload": true, "cpu_ofload": false}}')
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}')
     arguments = ["show", path, "deepspeed.config=ds.json", "precision=fp32", "device=cpu", "--deepspeed"]
-    result = CliRunner().invoke(config, arguments, catch_exceptions=False)
-    assert json.loads(result.stdout)["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    assert "note: ds.json: zero_optimization.cpu_ofload: unknown to DeepSpeed" in result.stderr
+    result = CliRunner().invoke(config, [*arguments, "deepspeed.preset=zero3"], catch_exceptions=False)
+    assert json.loads(result.stdout)["zero_optimization"] == {"stage": 3, "zero_quantized_weights": True}
+    assert "note: ds.json: zero_optimization.zero_quantized_weights: parameters are rounded" in result.stderr
     with pytest.raises(
         UserError, match=r"ds\.json: zero_optimization\.stage = 3 contradicts parallel\.zero_stage=1 \("
     ):

@@ -108,20 +108,13 @@ BREAKING = {
         ["data.train=[{files: a, weight: 1.0}, {files: b, weight: 2}]", "data.shuffle=false"]
     ],
     "settings of deepspeed": [["parallel.strategy=ddp", "deepspeed={}"]],
-    "preset and file": [["deepspeed={preset: zero2, config: a.json}"]],
     "preset and stage": [["deepspeed.preset=zero2", "parallel.zero_stage=3"]],
     "preset and offload": [["deepspeed.preset=zero2", "parallel.offload=true"]],
     "offload and none": [
         ["deepspeed={preset: zero3_offload, offload_optimizer: none}"],
         ["deepspeed.offload_optimizer=none", "parallel.offload=true"],
     ],
-    "settings of stage 3": [
-        ["deepspeed={preset: zero2, offload_parameters: cpu}"],
-        ["deepspeed.param_persistence_threshold=0"],
-    ],
-    "settings of stages 1 and 2": [["deepspeed={preset: zero3, allgather_bucket_size: 10}"]],
-    "settings of sharding": [["deepspeed.overlap_comm=false", "parallel.zero_stage=0"]],
-    "pin_memory": [["deepspeed={preset: zero3, pin_memory: true}"]],
+    "offloaded parameters below stage 3": [["deepspeed={preset: zero2, offload_parameters: cpu}"]],
     "offload of stage 0": [["parallel.strategy=deepspeed", "parallel.zero_stage=0", "parallel.offload=true"]],
     "offload to disk below stage 3": [["deepspeed={preset: zero2, offload_optimizer: /disk}"]],
     "zero stage of a pipeline": [
@@ -182,7 +175,7 @@ WORKING = [
     ["parallel.strategy=dp", "lora={rank: 2}", "device=cuda"],
     ["task.attention=flash_attention_2", "precision=bf16", "device=cuda"],
     ["parallel.strategy=deepspeed", "parallel.tensor=2", "parallel.pipeline=2", "lora={rank: 2}"],
-    ["deepspeed={preset: zero3_offload, offload_parameters: /disk, pin_memory: false}", "data.batching=packed"],
+    ["deepspeed={preset: zero3_offload, offload_parameters: /disk}", "data.batching=packed"],
     ["deepspeed.preset=zero2_offload", "parallel.offload=true", "parallel.zero_stage=2", "parallel.strategy=deepspeed"],
     ["parallel.strategy=deepspeed", "parallel.zero_stage=0", "optim.name=sgd", "parallel.compile=true"],
     *(["parallel.fp8=rowwise", f"parallel.strategy={name}"] for name in ("auto", "single", "ddp", "zero1", "fsdp")),
@@ -271,12 +264,6 @@ def test_what_can_be_said_in_two_ways_is_known_to_the_command_line():
             ["data.validation_share=0.1"],
             {"data.validation": None, "data.validation_share": 0.1},
             "data.validation=",
-        ),
-        (
-            "parallel: {strategy: deepspeed}\ndeepspeed: {config: ds.json}",
-            ["deepspeed.preset=zero2"],
-            {"deepspeed.preset": "zero2", "deepspeed.config": None},
-            "deepspeed.config=ds.json",
         ),
         (
             "data: {train: {files: a.txt}}",

@@ -14,26 +14,9 @@ from drawbar.config.rules.rule import Rule
 from drawbar.config.schema.deepspeed_section import DeepSpeedSection
 from drawbar.config.schema.run_config import RunConfig
 
-STAGE_3 = (
-    "offload_parameters",
-    "sub_group_size",
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-)
-"""Settings that only stage 3 reads."""
-STAGES_1_AND_2 = ("allgather_bucket_size",)
-SHARDING = ("reduce_bucket_size", "reduce_scatter", "overlap_comm", "contiguous_gradients", *STAGES_1_AND_2)
-"""Settings that stage 0, which shards nothing, does not read."""
-
 
 def _section(config: RunConfig) -> DeepSpeedSection:
     return config.deepspeed or DeepSpeedSection()
-
-
-def _is_set(config: RunConfig, names: tuple[str, ...]) -> bool:
-    return any(getattr(_section(config), name) not in (None, NOWHERE) for name in names)
 
 
 def _stage(config: RunConfig) -> int:
@@ -53,13 +36,6 @@ SETTINGS = (
         lambda c: c.deepspeed is not None and not is_deepspeed(c),
         "only the strategy deepspeed reads the section deepspeed",
         "set parallel.strategy=deepspeed, or deepspeed=null",
-    ),
-    Rule(
-        "preset and file",
-        ("deepspeed.preset", "deepspeed.config"),
-        lambda c: _section(c).preset is not None and _section(c).config is not None,
-        "both say which ZeRO stage it is",
-        "keep one; the other can be null",
     ),
     Rule(
         "preset and stage",
@@ -83,32 +59,11 @@ SETTINGS = (
         "remove deepspeed.offload_optimizer; to offload parameters alone set deepspeed.offload_parameters=cpu instead",
     ),
     Rule(
-        "settings of stage 3",
-        ("parallel.zero_stage", "deepspeed"),
-        lambda c: 0 <= _stage(c) < 3 and _is_set(c, STAGE_3),
-        f"only ZeRO stage 3 reads {', '.join(STAGE_3)}",
-        "set parallel.zero_stage=3, or remove them from deepspeed",
-    ),
-    Rule(
-        "settings of stages 1 and 2",
-        ("parallel.zero_stage", "deepspeed.allgather_bucket_size"),
-        lambda c: _stage(c) == 3 and _is_set(c, STAGES_1_AND_2),
-        "stage 3 gathers parameters as they are needed",
-        "set deepspeed.prefetch_bucket_size instead, or parallel.zero_stage=2",
-    ),
-    Rule(
-        "settings of sharding",
-        ("parallel.zero_stage", "deepspeed"),
-        lambda c: _stage(c) == 0 and _is_set(c, SHARDING),
-        f"stage 0 shards nothing, and does not read {', '.join(SHARDING)}",
-        "set parallel.zero_stage=1 or 2, or remove them from deepspeed",
-    ),
-    Rule(
-        "pin_memory",
-        ("deepspeed.pin_memory", "parallel.offload"),
-        lambda c: is_deepspeed(c) and _section(c).pin_memory is not None and _places(c) == (NOWHERE, NOWHERE),
-        "nothing is offloaded",
-        "set parallel.offload=true, or remove deepspeed.pin_memory",
+        "offloaded parameters below stage 3",
+        ("parallel.zero_stage", "deepspeed.offload_parameters"),
+        lambda c: 0 <= _stage(c) < 3 and _section(c).offload_parameters not in (None, NOWHERE),
+        "only ZeRO stage 3 can keep parameters in host memory or on a disk",
+        "set parallel.zero_stage=3, or remove deepspeed.offload_parameters",
     ),
     Rule(
         "offload of stage 0",

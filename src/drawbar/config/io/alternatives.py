@@ -9,7 +9,6 @@ _SPLITS = ("train", "validation", "test")
 ALTERNATIVES: tuple[tuple[str, ...], ...] = (
     ("train.steps", "train.epochs"),
     ("train.micro_batch", "train.micro_batch_tokens"),
-    ("deepspeed.preset", "deepspeed.config"),
     ("data.validation", "data.validation_share"),
     *(tuple(f"data.{split}.{form}" for form in ("files", "parallel", "dataset")) for split in _SPLITS),
 )

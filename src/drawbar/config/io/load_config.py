@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import ValidationError
 from ruamel.yaml import YAML, CommentedMap, CommentedSeq, RoundTripRepresenter, ScalarNode
 
-from drawbar.config.deepspeed.deepspeed_file import fill_from_deepspeed_json
 from drawbar.config.io.alternatives import replace_alternatives
 from drawbar.config.io.problems import report_errors, report_missing_values
 from drawbar.config.io.source import (
@@ -79,7 +78,6 @@ def read_settings(path: str | Path | None, overrides: Sequence[str] = (), cluste
     for override in overrides:
         apply_override(settings, override)
     replace_alternatives(settings)
-    fill_from_deepspeed_json(settings)
     return settings
 
 

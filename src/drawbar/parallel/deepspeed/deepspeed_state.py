@@ -65,6 +65,10 @@ def _broken(error: Exception) -> UserError:
     )
 
 
+_REFUSALS = (AssertionError, ValueError, RuntimeError, TypeError, KeyError, AttributeError)
+"""What DeepSpeed raises at the start: of a run that it cannot do, and of a user's JSON that it does not understand."""
+
+
 def initialize_deepspeed(
     model: nn.Module, optimizer: Optimizer, values: Mapping[str, Any], device: torch.device, is_zero3: bool
 ) -> Any:
@@ -90,7 +94,7 @@ def initialize_deepspeed(
         )
     except torch.OutOfMemoryError:
         raise
-    except (AssertionError, ValueError, NotImplementedError, RuntimeError) as error:
+    except (*_REFUSALS, deepspeed.DeepSpeedConfigError) as error:
         raise UserError(
             f"DeepSpeed refuses this run: {type(error).__name__}: {error}",
             where="parallel.strategy=deepspeed",
