@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drawbar.train import trainer
+from drawbar.train import prepare
 from drawbar.train.memory_probe import MICRO_BATCH_FILE, USABLE_SHARE, CudaMemory
 from runs import Fit, losses, metrics
 
@@ -40,7 +40,7 @@ class SmallDevice(CudaMemory):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_is_found_fits_and_is_kept(precision: str, fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = SmallDevice(torch.device("cuda", 0))
-    monkeypatch.setattr(trainer, "memory_of", lambda _: device)
+    monkeypatch.setattr(prepare, "memory_of", lambda _: device)
     fit(*RUN, f"precision={precision}")
     assert 1 < len(device.peaks) < 8  # more than a row, and less than all 128
     peak = next(line["train/peak_memory_gib"] for line in metrics(run) if line["step"] == 4) * 2**30

@@ -84,7 +84,7 @@ def prepare_run(
     if start.refusal is not None:
         raise start.refusal
     source_run_dir = run_dir_of(start.checkpoint, request.config.run_dir)
-    settings = _without_rebuild(request, start, world)
+    settings = _settings(request, start, world)
     model_folder = initial_model.provide(settings.trained, source_run_dir, lock.take, world)
     settings, task = _build_task(request, settings, start, source_run_dir, model_folder, world)
 
@@ -128,13 +128,13 @@ def _find_start(request: Request, lock: RunDirLock) -> RunStart:
     return start
 
 
-def _without_rebuild(request: Request, start: RunStart, world: Distributed) -> Settings:
+def _settings(request: Request, start: RunStart, world: Distributed) -> Settings:
     config = request.config
-    written = config.model_copy(update={"eval": resolve_mode(config.eval, start.eval_mode)})
+    config = config.model_copy(update={"eval": resolve_mode(config.eval, start.eval_mode)})
     if not config.data.rebuild or not world.from_rank0((config.run_dir / "config.yaml").exists, "looking for the run"):
-        return Settings(written, config)
+        return Settings(config, config)
     logger.info("data.rebuild is ignored, as the run exists already; `drawbar prepare` encodes its data anew")
-    return Settings(written, without_data_rebuild(config))
+    return Settings(config, without_data_rebuild(config))
 
 
 def _build_task(

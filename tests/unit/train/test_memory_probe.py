@@ -19,7 +19,7 @@ from drawbar.data.packing import PackedRows, plan_rows
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.trial_step import future_optimizer_bytes, trial_step
 from drawbar.runtime.seed import seed_everything
-from drawbar.train import trainer
+from drawbar.train import prepare
 from drawbar.train.memory_probe import MICRO_BATCH_FILE, Trial, largest_that_fits, longest_rows
 from harness import run_ranks
 from runs import Fit, fit_in, largest_difference, losses, weights
@@ -135,7 +135,7 @@ def found_in(run: Path) -> dict[str, Any]:
 
 
 def use(memory: TokenMemory, monkeypatch: pytest.MonkeyPatch) -> TokenMemory:
-    monkeypatch.setattr(trainer, "memory_of", lambda device: memory)
+    monkeypatch.setattr(prepare, "memory_of", lambda device: memory)
     return memory
 
 
