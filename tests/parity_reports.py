@@ -2,9 +2,9 @@
 
 from dataclasses import asdict
 
-from drawbar.parity.compared_modules import ComparedModule
 from drawbar.parity.comparison import Comparison, Fault, Worst
 from drawbar.parity.diagnosis import Diagnosis
+from drawbar.parity.divergence import ComparedModule
 from drawbar.parity.result import ParityReport, Result
 
 STEPS = 4

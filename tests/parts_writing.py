@@ -12,7 +12,7 @@ from drawbar.checkpoint.format import step_name
 from drawbar.checkpoint.read import read_snapshot
 from drawbar.checkpoint.tensor_index import PartRecord
 from drawbar.checkpoint.write import write_common_files, write_part
-from drawbar.runtime.tensor_boxes import TensorBox
+from drawbar.runtime.safetensors_reader import TensorBox
 
 Box = tuple[tuple[int, int], ...]
 """Start and end in each dim."""

@@ -21,8 +21,7 @@ from drawbar.data.loader import MicroBatch
 from drawbar.engines.engine import Engine
 from drawbar.engines.executors import ModelExecutor, count_targets, with_targets
 from drawbar.engines.updaters import TorchUpdater
-from drawbar.models.known_padding import send_padding
-from drawbar.models.segments import Segments, segments_of
+from drawbar.models.segments import Segments, segments_of, send_padding
 from drawbar.tasks.batch import Batch
 
 READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select", "aten::equal"}

@@ -12,7 +12,7 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.read import read_state
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
-from drawbar.util.run_dir import BestScore
+from drawbar.util.best_score import BestScore
 from harness import wait_until
 from runs import Fit
 

@@ -10,9 +10,8 @@ from torch.nn import functional
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.models import segments as subject
 from drawbar.models.huggingface import build_from_scratch
-from drawbar.models.known_padding import use_known_padding
 from drawbar.models.packed import allow_packing
-from drawbar.models.segments import attend, find_segments
+from drawbar.models.segments import attend, find_segments, use_known_padding
 from drawbar.tasks.batch import Batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -26,7 +26,8 @@ from drawbar.launch.slurm import allocation
 from drawbar.launch.slurm.allocation import Allocation
 from drawbar.launch.slurm.queue import COLUMNS, QueueEntry, expand, parse
 from drawbar.launch.slurm.slurm_launcher import few_cpus, judge_job
-from drawbar.util.run_dir import LOCK_FILE, BestScore
+from drawbar.util.best_score import BestScore
+from drawbar.util.run_dir import LOCK_FILE
 from harness import Finished, run_cli
 from messages import check_one_message
 

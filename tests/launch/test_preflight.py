@@ -10,7 +10,7 @@ import pytest
 
 from conftest import make_project
 from drawbar.config.schema.cluster_section import ClusterSection
-from drawbar.config.schema.slurm_time import parse_time, write_time
+from drawbar.config.schema.section import parse_time, write_time
 from drawbar.errors import UserError
 from drawbar.launch.folder_facts import check_run_folder
 from drawbar.launch.job import Job

@@ -15,7 +15,7 @@ import pytest
 import drawbar
 from drawbar.cli.resume import resumable_jobs
 from drawbar.errors import UserError
-from drawbar.launch.job_files import FOLDER
+from drawbar.launch.job import FOLDER
 from drawbar.launch.jobs.job_process import find_process, is_running, lock_job_file
 from drawbar.launch.jobs.job_status import LOST, RUNNING
 from drawbar.launch.jobs.records import JobEnd, JobRecord, append_records

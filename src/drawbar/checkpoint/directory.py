@@ -29,7 +29,7 @@ from drawbar.checkpoint.space import REMEDIES, DiskFault, free_text
 from drawbar.checkpoint.write import write_files, write_with_changed_state
 from drawbar.errors import ExitCode, UserError
 from drawbar.util.atomic_files import retried, sync, write_durably
-from drawbar.util.run_dir import BEST_FILE, BestScore
+from drawbar.util.best_score import BEST_FILE, BestScore
 
 logger = logging.getLogger("drawbar")
 

@@ -38,8 +38,7 @@ from drawbar.checkpoint.format import (
 )
 from drawbar.checkpoint.tensor_index import BoxedTensor, BoxIntersection, TensorIndex, intersections, torch_dtype
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.safetensors_reader import Slices, StoredTensors, fill_box, further_names, read_box
-from drawbar.runtime.tensor_boxes import TensorBox
+from drawbar.runtime.safetensors_reader import Slices, StoredTensors, TensorBox, fill_box, further_names, read_box
 from drawbar.util.atomic_files import retried
 
 T = TypeVar("T")

@@ -36,8 +36,7 @@ from drawbar.checkpoint.format import (
 )
 from drawbar.checkpoint.tensor_index import KINDS, PartFile, PartRecord, TensorIndex, TensorInfo, stored_order
 from drawbar.runtime.host_copies import tied_names, unique_names
-from drawbar.runtime.safetensors_reader import STORED_DTYPES, bytes_of
-from drawbar.runtime.tensor_boxes import TensorBox
+from drawbar.runtime.safetensors_reader import STORED_DTYPES, TensorBox, bytes_of
 from drawbar.util.atomic_files import link_or_copy, sync
 
 _DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    short_help="Turn checkpoints into those of other programs, and theirs into models.",
+    short_help="Write checkpoints for other programs; take weights from theirs.",
     epilog="""\b
 Examples:
   drawbar convert runs/demo --to dcp --output demo-dcp              for torch.distributed.checkpoint

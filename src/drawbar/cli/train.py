@@ -79,7 +79,7 @@ def start(
     """Train here, or start the processes that do, and wait for them; the exit code of the run."""
     from drawbar.cli.arguments import check, check_training, read
     from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
-    from drawbar.config.rules.package_rules import PACKAGE_RULES
+    from drawbar.config.rules.rule_table import PACKAGE_RULES
     from drawbar.distributed.foreign_launcher import refuse_unconnected_processes
     from drawbar.launch.node.rank_environment import STATUS_VARIABLE
     from drawbar.launch.node.rendezvous import Rendezvous

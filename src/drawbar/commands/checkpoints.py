@@ -27,12 +27,12 @@ from drawbar.checkpoint.remote_checkpoints import Objects, RemoteCheckpoints
 from drawbar.checkpoint.space import readable
 from drawbar.config.io.source import read_file, run_folder
 from drawbar.config.schema.run_config import CheckpointSection
-from drawbar.config.schema.secrets import check_store_url
+from drawbar.config.schema.section import check_store_url
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
 from drawbar.tracking.table import print_table
 from drawbar.train.run_dir_lock import lock_run_dir
-from drawbar.util.run_dir import BEST_FILE, BestScore
+from drawbar.util.best_score import BEST_FILE, BestScore
 
 
 def list_copies(url: str, as_json: bool) -> None:

@@ -18,7 +18,6 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.errors import UserError
 from drawbar.models.huggingface import weights_without_file
-from drawbar.models.known_padding import use_known_padding
 from drawbar.models.lora import (
     FrozenBaseInfo,
     add_adapters,
@@ -28,6 +27,7 @@ from drawbar.models.lora import (
 )
 from drawbar.models.packed import PACKED_FAMILIES, allow_packing
 from drawbar.models.plans import plan_for
+from drawbar.models.segments import use_known_padding
 from drawbar.parallel.apply import parallelize
 from drawbar.parallel.fp8 import compute_in_fp8
 from drawbar.parallel.model_plan import ModelParallelPlan, PipelinePlan

@@ -12,7 +12,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import saved_values
 from drawbar.parallel.local_boxes import LocalBox, WriterAssignment, bands
-from drawbar.runtime.tensor_boxes import TensorBox
+from drawbar.runtime.safetensors_reader import TensorBox
 
 _ALIGNMENT = 64
 """Bytes to whose multiples a tensor begins in host memory: those of a cache line."""

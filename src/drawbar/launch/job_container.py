@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from drawbar.config.schema.cluster_section import ClusterSection
-from drawbar.config.schema.container_section import INVALID_IN_BIND, Runtime, choose_runtime, is_file
+from drawbar.config.schema.cluster_section import INVALID_IN_BIND, ClusterSection, Runtime, choose_runtime, is_file
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
 

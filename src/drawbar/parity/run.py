@@ -29,7 +29,6 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo, choose_device, without_rank_in_environment
 from drawbar.errors import ExitCode, UserError
 from drawbar.parity.cases import Case, check_case
-from drawbar.parity.compared_modules import compare_modules
 from drawbar.parity.comparison import (
     FP32_TOLERANCES,
     Comparison,
@@ -38,13 +37,15 @@ from drawbar.parity.comparison import (
     Reference,
     Tolerances,
     Trace,
+    allowed_gradient_error,
     distances,
+    noises,
+    tolerances,
 )
 from drawbar.parity.diagnosis import diagnose
-from drawbar.parity.divergence import find_divergence
+from drawbar.parity.divergence import compare_modules, find_divergence
 from drawbar.parity.recorder import StepStart, check_finite, clean_name, train, train_with_dropout
 from drawbar.parity.result import Result, ResultsDir, curves_of
-from drawbar.parity.rounding import allowed_gradient_error, noises, tolerances
 from drawbar.parity.workload import Workload
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import use_deterministic_kernels

@@ -22,7 +22,7 @@ from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.models.huggingface import load_model_config
-from drawbar.parity.rounding import Noise
+from drawbar.parity.comparison import Noise
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.padding import choose_padding_free

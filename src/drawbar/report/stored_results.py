@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.errors import UserError
-from drawbar.launch.job_files import plan_file
+from drawbar.launch.job import plan_file
 from drawbar.launch.jobs.progress import metric_value
 from drawbar.launch.jobs.restart_count import checkpoint_folders
 

@@ -8,9 +8,10 @@ import os
 import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -20,6 +21,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from drawbar.util.file_content import BEGIN_BYTES, content_of_bytes
 from drawbar.util.strict_json import read_json
+
+
+@dataclass(frozen=True)
+class TensorBox:
+    """A box of a full tensor, to be written or to be filled."""
+
+    name: str
+    """Of the whole tensor: ``lm_head.weight``, for the optimizer ``lm_head.weight/exp_avg``."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offset: tuple[int, ...]
+    """Where the box begins, one number a dimension."""
+    data: torch.Tensor
+    """The box; its shape is the box's size."""
+
 
 Slices = tuple[slice, ...]
 """One slice for each dim, in steps of 1."""
@@ -330,3 +346,59 @@ def _without_values(parameter: nn.Parameter) -> nn.Parameter:
     empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
     empty.__dict__.update(parameter.__dict__)  # such as transformers' mark of an initialized parameter
     return empty
+
+
+@dataclass(frozen=True, eq=False)
+class OnDemandTensor:
+    """A tensor that is not in memory. Tied names share one such object."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    get: Callable[[], Tensor]
+    """Returns the tensor, in new memory or in memory that nobody changes; it may raise."""
+
+
+class OnDemandTensors(StoredTensors):
+    """A mapping of names to tensors, each made by an ``OnDemandTensor``. To read a region of one, all of it is made."""
+
+    def __init__(self, tensors: Mapping[str, OnDemandTensor]) -> None:
+        self._tensors = dict(tensors)
+
+    @classmethod
+    def of(cls, tensors: StoredTensors, get: Callable[[str], Tensor]) -> "OnDemandTensors":
+        """The tensors of ``tensors``, each read by ``get``.
+
+        Args:
+            get: returns what ``tensors[name]`` does; it may raise other errors.
+        """
+        tied = tensors.tied()
+        found = {
+            name: OnDemandTensor(tensors.shape(name), tensors.dtype(name), partial(get, name))
+            for name in tensors
+            if name not in tied
+        }
+        return cls({name: found[tied.get(name, name)] for name in tensors})
+
+    def shape(self, name: str) -> torch.Size:
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def read(self, name: str, index: Slices) -> Tensor:
+        return self._tensors[name].get()[index]
+
+    def renamed(self, names: Mapping[str, str]) -> "OnDemandTensors":
+        return OnDemandTensors({new: self._tensors[present] for new, present in names.items()})
+
+    def tied(self) -> dict[str, str]:
+        return further_names({name: id(tensor) for name, tensor in self._tensors.items()})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors

@@ -47,8 +47,11 @@ class Batch(dict[str, torch.Tensor]):
 
     def _send_what_the_host_knows(self, moved: Self) -> None:
         """Attach to the copies of a batch what a model would otherwise wait for the GPU to say."""
-        from drawbar.models.known_padding import MASKS, send_padding  # they need transformers, which a batch does not
-        from drawbar.models.segments import send_segments
+        from drawbar.models.segments import (  # they need transformers, which a batch does not
+            MASKS,
+            send_padding,
+            send_segments,
+        )
 
         if self.packed and not self["segment_ids"].is_cuda:
             sides = [self[name] for name in ("segment_ids", "decoder_segment_ids") if name in self]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from drawbar.config.rules.padding_rules import COMPILED_BY_FLASH, PADDING_FREE
+from drawbar.config.rules.parallel_rules import COMPILED_BY_FLASH, PADDING_FREE
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.loader import Collate

@@ -18,7 +18,7 @@ from rich.text import Text
 from drawbar.tracking.lines import evaluation_line, join, log_line, phase_line, time_left
 from drawbar.tracking.live_view import LiveValues, LiveView
 from drawbar.tracking.meters import Clock, TimeLeft
-from drawbar.util.run_dir import BestScore
+from drawbar.util.best_score import BestScore
 
 QUIET_SECONDS = 10.0
 """Without a terminal, a long phase says how far it is after so many seconds without a line."""

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from drawbar.tracking.lines import number, speed, step_of_total, time_left
-from drawbar.util.run_dir import BestScore
+from drawbar.util.best_score import BestScore
 
 WIDEST = 110
 """The most columns that are used of a terminal: longer lines cannot be read in one glance."""

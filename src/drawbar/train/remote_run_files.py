@@ -17,7 +17,7 @@ from drawbar.models.folder import INITIAL_MODEL
 from drawbar.train.memory_probe import MICRO_BATCH_FILE
 from drawbar.train.rundir import ORIGIN_FILE
 from drawbar.util.atomic_files import identity, replacing, sync
-from drawbar.util.run_dir import BEST_FILE
+from drawbar.util.best_score import BEST_FILE
 
 CONFIG = "config.yaml"
 _BEST = f"checkpoints/{BEST_FILE}"

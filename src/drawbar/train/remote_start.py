@@ -22,7 +22,7 @@ from drawbar.train.run_dir_lock import lock_run_dir
 from drawbar.train.rundir import NothingToFork, RunStart, is_of_this_run
 from drawbar.train.stop import Stop
 from drawbar.util.atomic_files import write_durably
-from drawbar.util.run_dir import BestScore
+from drawbar.util.best_score import BestScore
 
 
 def find_start_on_disk_or_store(find: Callable[[], RunStart], config: RunConfig, resume: str) -> RunStart:

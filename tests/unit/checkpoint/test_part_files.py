@@ -20,7 +20,7 @@ from drawbar.checkpoint.read import PartFiles, read_snapshot, read_state
 from drawbar.checkpoint.tensor_index import PartFile, PartRecord, TensorIndex, TensorInfo, intersections
 from drawbar.checkpoint.write import write_part
 from drawbar.errors import UserError
-from drawbar.runtime.tensor_boxes import TensorBox
+from drawbar.runtime.safetensors_reader import TensorBox
 from parts_writing import begin_parts, commit_parts, cut_at_random, shard, state_of, write_parts
 
 

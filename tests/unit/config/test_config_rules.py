@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drawbar.config.io.alternatives import ALTERNATIVES
 from drawbar.config.io.fields import lookup
-from drawbar.config.io.load_config import load_config
+from drawbar.config.io.load_config import ALTERNATIVES, load_config
 from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, check_world, resolve_micro_batch
 from drawbar.config.schema.run_config import DataSection, ParallelSection, RunConfig, TrainSection
 from drawbar.errors import ExitCode, UserError

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drawbar.engines.local_shards import LocalShards, ShardCopier, _HostMemory, rounded_bytes
-from drawbar.runtime.tensor_boxes import TensorBox
+from drawbar.runtime.safetensors_reader import TensorBox
 from tiny import random_step, tiny_config, tiny_engine
 
 

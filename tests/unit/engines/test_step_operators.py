@@ -19,7 +19,7 @@ from drawbar.data.loader import MicroBatch, MicroBatchSize
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.evaluation.scoring import Split, evaluate
-from drawbar.models.known_padding import send_padding
+from drawbar.models.segments import send_padding
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.padding import train_collate
 from step_operators import StepOperators, step_on_fake_cuda, watch_device

@@ -8,8 +8,7 @@ import pytest
 from drawbar.cli.preflight import _judge, check_memory
 from drawbar.config.io.load_config import load_config
 from drawbar.errors import UserError
-from drawbar.launch.job import make_job
-from drawbar.launch.job_files import plan_file
+from drawbar.launch.job import make_job, plan_file
 from drawbar.report.recorded_run import read_recorded_run
 from drawbar.report.stored_results import read_plan
 

@@ -6,8 +6,8 @@ from test_packed_models import CASES, build, packed_batch, random_samples
 from torch import Tensor
 
 from drawbar.models.heads import Head
-from drawbar.models.known_padding import send_padding, use_known_padding
 from drawbar.models.packed import allow_packing
+from drawbar.models.segments import send_padding, use_known_padding
 from step_operators import StepOperators
 
 SDPA = [(family, head) for family, head in CASES if family != "gptj"]  # which has eager attention alone

@@ -11,9 +11,19 @@ import drawbar
 from conftest import make_project
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
-from drawbar.parity.comparison import FP32_TOLERANCES, Comparison, Reference, Trace, distances
+from drawbar.parity.comparison import (
+    FP32_TOLERANCES,
+    LARGEST,
+    MARGIN,
+    Comparison,
+    Noise,
+    Reference,
+    Trace,
+    distances,
+    limits,
+    tolerances,
+)
 from drawbar.parity.recorder import train
-from drawbar.parity.rounding import LARGEST, MARGIN, Noise, limits, tolerances
 from drawbar.parity.run import make_reference, reference_config, with_last_step
 from drawbar.parity.workload import Workload
 from drawbar.tasks.task_registry import task_class

@@ -12,7 +12,7 @@ import pytest
 
 from drawbar.tracking.console import Console, PlainConsole, SilentConsole, TerminalConsole, make_console
 from drawbar.tracking.table import print_table
-from drawbar.util.run_dir import BestScore
+from drawbar.util.best_score import BestScore
 
 ESCAPE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
 

@@ -7,7 +7,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from drawbar.tracking.live_view import LABELLED, LabelledValue, LiveValues, LiveView
-from drawbar.util.run_dir import BestScore
+from drawbar.util.best_score import BestScore
 
 VALUES = LiveValues(
     step=119_004,

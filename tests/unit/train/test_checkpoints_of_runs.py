@@ -11,7 +11,7 @@ import torch
 from drawbar.errors import ExitCode, UserError
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
-from drawbar.util.run_dir import BestScore
+from drawbar.util.best_score import BestScore
 from runs import Fit
 
 

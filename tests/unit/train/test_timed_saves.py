@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from drawbar import Callback, RunHandle, StepInfo
-from drawbar.config.schema.interval import interval_seconds
+from drawbar.config.schema.section import interval_seconds
 from drawbar.errors import UserError
 from harness import run_cli
 from runs import Fit

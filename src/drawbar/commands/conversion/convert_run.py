@@ -15,7 +15,7 @@ from drawbar.commands.conversion.deepspeed_folders import write_universal
 from drawbar.commands.output_files import check_new_folder, writing
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
-from drawbar.runtime.on_demand_tensors import OnDemandTensors
+from drawbar.runtime.safetensors_reader import OnDemandTensors
 from drawbar.util.new_folder import new_folder
 
 

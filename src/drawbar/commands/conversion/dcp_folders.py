@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from drawbar.errors import UserError
-from drawbar.runtime.on_demand_tensors import OnDemandTensor, OnDemandTensors
-from drawbar.runtime.safetensors_reader import StoredTensors
+from drawbar.runtime.safetensors_reader import OnDemandTensor, OnDemandTensors, StoredTensors
 
 METADATA_FILE = ".metadata"
 _ALLOWED = {

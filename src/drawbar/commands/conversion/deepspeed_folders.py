@@ -17,8 +17,7 @@ from torch import Tensor
 
 from drawbar.errors import UserError
 from drawbar.parallel.deepspeed.deepspeed_state import import_deepspeed
-from drawbar.runtime.on_demand_tensors import OnDemandTensor, OnDemandTensors
-from drawbar.runtime.safetensors_reader import StoredTensors
+from drawbar.runtime.safetensors_reader import OnDemandTensor, OnDemandTensors, StoredTensors
 
 WEIGHT = "fp32"
 """Name of the file with a parameter's weight, without ``.pt``."""

@@ -18,9 +18,8 @@ from drawbar.errors import UserError
 from drawbar.models.huggingface import from_hub, quiet_transformers, unused_weights
 from drawbar.models.saving import save_transformers
 from drawbar.runtime.log import logger
-from drawbar.runtime.on_demand_tensors import OnDemandTensors
 from drawbar.runtime.pretrained_files import read_config, read_generation_config
-from drawbar.runtime.safetensors_reader import parameters_on_meta
+from drawbar.runtime.safetensors_reader import OnDemandTensors, parameters_on_meta
 from drawbar.util.new_folder import new_folder
 
 READERS: dict[str, Callable[[Path], OnDemandTensors]] = {"dcp": read_dcp, "deepspeed": read_deepspeed}

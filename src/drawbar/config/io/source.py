@@ -13,7 +13,7 @@ from ruamel.yaml.comments import CommentedBase
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.scalarbool import ScalarBoolean
 
-from drawbar.config.schema.secrets import without_passwords
+from drawbar.config.schema.section import without_passwords
 from drawbar.errors import UserError, nearest
 from drawbar.util.run_dir import is_run_dir
 

@@ -2,8 +2,7 @@
 on a laptop, with ``device=cpu``."""
 
 from drawbar.config.rules.rule import Rule
-from drawbar.config.schema.cluster_section import ClusterSection
-from drawbar.config.schema.container_section import choose_runtime, lost_variables
+from drawbar.config.schema.cluster_section import ClusterSection, choose_runtime, lost_variables
 from drawbar.config.schema.run_config import RunConfig
 
 

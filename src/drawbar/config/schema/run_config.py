@@ -4,23 +4,81 @@ The text below a field is its documentation: ``drawbar config explain`` prints i
 generated from it. The models are strict (no silent conversions), closed (an unknown key is an error) and frozen.
 """
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, SerializeAsAny, create_model, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny, ValidationError, create_model, field_validator
+from pydantic_core import PydanticCustomError, PydanticSerializationError
 
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.data_section import DataSection
 from drawbar.config.schema.deepspeed_section import DeepSpeedSection
-from drawbar.config.schema.interval import Interval
-from drawbar.config.schema.secrets import check_store_url, refuse_secrets
-from drawbar.config.schema.section import Auto, Count, Fraction, PathText, Section, Text, text_of
-from drawbar.config.schema.stored_options import check_stored
+from drawbar.config.schema.section import (
+    Auto,
+    Count,
+    Fraction,
+    Interval,
+    PathText,
+    Section,
+    Text,
+    check_store_url,
+    refuse_secrets,
+    text_of,
+)
 from drawbar.config.schema.task_sections import BUILT_IN_TASKS, CausalLMConfig, TaskConfig
 from drawbar.config.strategies import BUILT_IN, STRATEGIES, Strategy, find_strategy
 from drawbar.errors import UserError
+
+
+def check_stored(options: BaseModel) -> None:
+    """Refuse an option that is not read back from ``config.yaml`` as it was written there.
+
+    Raises:
+        ValueError: it names the option.
+    """
+    stored: dict[str, Any] = {}
+    for name in (*type(options).model_fields, *type(options).model_computed_fields):
+        stored |= _stored(options, name)
+    try:
+        read = type(options).model_validate_json(json.dumps(stored))
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        name = str(found["loc"][0]) if found["loc"] else type(options).__name__
+        raise ValueError(_not_the_same(options, name, f"is refused when it is read: {found['msg']}")) from error
+    for name in type(options).model_fields:
+        again = getattr(read, name)
+        if not _equal(again, getattr(options, name)):
+            raise ValueError(_not_the_same(options, name, f"is read back as {again!r:.60}"))
+
+
+def _stored(options: BaseModel, name: str) -> dict[str, Any]:
+    """The option by name as ``config.yaml`` holds it; empty if the class excludes the field from dumps."""
+    try:
+        return options.model_dump(mode="json", include={name}, warnings=False)
+    except PydanticSerializationError as error:
+        value = getattr(options, name)
+        raise ValueError(
+            f"the option {name} is {value!r:.60}, of the type {type(value).__name__}, which the run's config.yaml "
+            "cannot hold; let it be a text, a number, a list or a mapping, and make the object of it in the task"
+        ) from error
+
+
+def _not_the_same(options: BaseModel, name: str, what: str) -> str:
+    value, remedy = "", "make it a plain property"
+    if name in type(options).model_fields:
+        value = f" is {getattr(options, name)!r:.60}, which"
+        remedy = "give it the type that its value has, as in `str | None`"
+    return f"the option {name}{value} is written to the run's config.yaml and {what}; {remedy}"
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # noqa: BLE001 - such as arrays, which have no single answer
+        return False
+
 
 RUN_NAME = "letters, digits, dots, dashes and underscores (first a letter, a digit or an underscore)"
 

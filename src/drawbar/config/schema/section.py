@@ -3,7 +3,7 @@
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.errors import PydanticUserError
@@ -12,6 +12,88 @@ if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
 else:
     ModelMetaclass = type(BaseModel)
+
+_SIXTY = "[0-5]?[0-9]"
+_TIME = re.compile(rf"[0-9]+-(2[0-3]|[01]?[0-9])(:{_SIXTY}){{0,2}}|[0-9]+(:{_SIXTY}){{0,2}}")
+
+
+def check_time(text: str) -> str:
+    """The text. Raises ValueError where it is no time, or one such as 99:99:99, which Slurm takes and nobody means."""
+    if not _TIME.fullmatch(text):
+        raise ValueError(
+            "expected a time such as 12:00:00 (hours, minutes, seconds), 2-12 (days, hours) or 90 (minutes), "
+            f"with less than 60 minutes in an hour, and less than 24 hours in a day, got {text!r}"
+        )
+    return text
+
+
+def parse_time(text: str) -> int | None:
+    """A time in seconds; None for ``UNLIMITED`` and the like."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        return None
+    days, *clock = match.groups()
+    parts = [int(part) for part in clock if part is not None]
+    if days is not None:
+        parts += [0] * (3 - len(parts))
+    elif len(parts) < 3:  # minutes, minutes:seconds
+        parts = [0, *parts, *[0] * (2 - len(parts))]
+    return ((int(days or 0) * 24 + parts[0]) * 60 + parts[1]) * 60 + parts[2]
+
+
+def write_time(seconds: int) -> str:
+    """``2-12:00:00``, as Slurm writes it."""
+    days, rest = divmod(seconds, 86400)
+    return f"{f'{days}-' if days else ''}{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+
+
+T = TypeVar("T")
+
+SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
+"""A variable or an option whose name contains one of these words holds a secret."""
+_PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+_LOGIN_IN_URL = re.compile(r"://[^@\s]*:[^@\s]*@")
+_STORE_URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]\S*|file:///\S+", re.DOTALL)
+_USER_IN_URL = re.compile(r"://[^@]*:[^@]*@|//[^/]*@")
+"""A user and a password, which may have a ``/`` in it; or a user alone."""
+
+
+def refuse_secrets(options: T) -> T:
+    """The options of a tracker or a callback as they are. Raises ValueError where one looks like a secret."""
+    _search(options, "")
+    return options
+
+
+def check_store_url(url: str) -> str:
+    """The URL of a folder in an object store as it is. Raises ValueError, which does not quote it, for what is none, or
+    has a password or an option in it."""
+    if not _STORE_URL.fullmatch(url):
+        raise ValueError("expected a URL such as s3://bucket/folder")
+    if _USER_IN_URL.search(url) or "?" in url:
+        raise ValueError(
+            "there is a password or an option in the URL, and the file of a configuration is no place for one; the "
+            "library of the store looks for both in the environment (for s3://: AWS_… and FSSPEC_S3_…)"
+        )
+    return url
+
+
+def without_passwords(text: str) -> str:
+    """A message that may quote what the user has typed, with ``…`` for users and passwords of URLs."""
+    return _LOGIN_IN_URL.sub("://…@", text)
+
+
+def _search(value: Any, name: str) -> None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _search(inner, str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            _search(inner, name)
+    elif isinstance(value, str) and (SECRET.search(name) or _PASSWORD_IN_URL.search(value)):
+        raise ValueError(
+            f"{name} looks like a secret, and the file of a configuration is no place for one; set it in the "
+            "environment, where the library looks for it (such as WANDB_API_KEY)"
+        )
 
 
 def expand_path(text: str) -> str:
@@ -74,3 +156,13 @@ class Section(BaseModel, metaclass=SectionType):
         ser_json_inf_nan="constants",
         use_attribute_docstrings=True,
     )
+
+
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+Interval = Annotated[str, text_of("a number and a unit: 90s, 30min, 2h or 1d", rf"^[1-9][0-9]*({'|'.join(_SECONDS)})$")]
+
+
+def interval_seconds(interval: str) -> int:
+    """The seconds of an ``Interval``."""
+    unit = interval.lstrip("0123456789")
+    return int(interval.removesuffix(unit)) * _SECONDS[unit]

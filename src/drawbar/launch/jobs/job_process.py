@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from drawbar.launch.job_files import FOLDER
+from drawbar.launch.job import FOLDER
 from drawbar.launch.jobs.records import JobRecord
 
 

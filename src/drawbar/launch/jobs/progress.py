@@ -13,7 +13,8 @@ from ruamel.yaml.error import YAMLError
 from drawbar.config.io.source import parse_yaml
 from drawbar.launch.jobs.restart_count import newest_step
 from drawbar.launch.jobs.run_status import RunStatus, is_gone, is_locked
-from drawbar.util.run_dir import BEST_FILE, METRICS_FILE, BestScore
+from drawbar.util.best_score import BEST_FILE, BestScore
+from drawbar.util.run_dir import METRICS_FILE
 
 _TAIL = 2**18
 """Bytes of ``metrics.jsonl`` that are read: the newest lines."""

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from drawbar.launch.job_files import FOLDER
+from drawbar.launch.job import FOLDER
 from drawbar.util.atomic_files import write_atomically
 
 MOST_RESTARTS = 3

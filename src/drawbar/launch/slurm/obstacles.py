@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from drawbar.config.schema.cluster_section import ClusterSection
-from drawbar.config.schema.slurm_time import write_time
+from drawbar.config.schema.section import write_time
 from drawbar.errors import UserError, nearest
 from drawbar.launch.job import Job
 from drawbar.launch.slurm.partitions import (

@@ -18,8 +18,7 @@ from drawbar.config.io.hosts_file import Host, parse_host
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.job import Job, make_job
-from drawbar.launch.job_files import end_file
+from drawbar.launch.job import Job, end_file, make_job
 from drawbar.launch.jobs.job_process import find_process, is_running, lock_job_file
 from drawbar.launch.jobs.job_status import LOST, RUNNING, UNKNOWN, JobStatus, status_from_files, wait_for_ends
 from drawbar.launch.jobs.records import JobEnd, JobRecord, read, run_file

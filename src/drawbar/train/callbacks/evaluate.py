@@ -8,7 +8,7 @@ from drawbar.train.callback import Callback, RunHandle
 from drawbar.train.run import Run, evaluation_is_due, patience_is_exhausted
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason
-from drawbar.util.run_dir import BestScore
+from drawbar.util.best_score import BestScore
 
 
 class EvaluateCallback(Callback):

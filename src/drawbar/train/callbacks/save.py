@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from drawbar.config.schema.interval import interval_seconds
+from drawbar.config.schema.section import interval_seconds
 from drawbar.train.callback import Callback, RunHandle
 from drawbar.train.callbacks.nan_check import check_finite
 from drawbar.train.run import Run
