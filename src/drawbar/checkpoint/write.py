@@ -78,8 +78,8 @@ def write_part(
 
     Args:
         folder: where all parts are written: ``CheckpointDirectory.begin_write`` has made it.
-        model, optimizer: boxes in host memory, which must not change meanwhile. Large contiguous
-            ones are written without a copy; of the others some 16 MiB are copied at a time.
+        model, optimizer: boxes in host memory, which must not change meanwhile. Large contiguous ones are written
+            without a copy; of the others some 16 MiB are copied at a time.
         aliases: tied weights: another name → the name that is stored, by this rank or another one.
 
     Raises:

@@ -107,10 +107,7 @@ def prepare_run(
     progress = RunProgress()
     if start.checkpoint is not None:
         progress = restore_rest(start, rest, config.run.seed, loader, validation, world)
-        check_not_fewer_steps(progress.step, total_steps, config.train)
-        if source_run_dir != config.run_dir:
-            check_new_steps(progress.step, total_steps, config.train)
-        log_changed_schedule(start.changed_schedule, progress.step, total_steps, config.optim)
+        _check_steps(config, start, progress.step, total_steps)
     _open_directory(settings.written, start, lock, task, engine, world)
     if found is not None and world.is_rank0:
         found.save(config.run_dir)
@@ -129,6 +126,7 @@ def _find_start(request: Request, lock: RunDirLock) -> RunStart:
 
 
 def _settings(request: Request, start: RunStart, world: Distributed) -> Settings:
+    """What the request and the run's directory say; nothing of the machine, the data or the model."""
     config = request.config
     config = config.model_copy(update={"eval": resolve_mode(config.eval, start.eval_mode)})
     if not config.data.rebuild or not world.from_rank0((config.run_dir / "config.yaml").exists, "looking for the run"):
@@ -163,6 +161,13 @@ def _build_task(
         initial_model=model_folder,
     )
     return Settings(settings.written, config).with_task_of(task), task
+
+
+def _check_steps(config: RunConfig, start: RunStart, made: int, total_steps: int) -> None:
+    check_not_fewer_steps(made, total_steps, config.train)
+    if run_dir_of(start.checkpoint, config.run_dir) != config.run_dir:
+        check_new_steps(made, total_steps, config.train)
+    log_changed_schedule(start.changed_schedule, made, total_steps, config.optim)
 
 
 def _open_directory(
