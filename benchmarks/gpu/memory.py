@@ -45,8 +45,8 @@ def beside_plan(**arguments: Any) -> dict[str, Any]:
 
 def plan(folder: str, rows: int, length: int, settings: dict[str, Any], more: list[str]) -> float:
     """GiB at the peak of the same run."""
-    from drawbar.forecast.machine import make_machine
-    from drawbar.forecast.run_forecast import Forecaster
+    from drawbar.plan.machine import make_machine
+    from drawbar.plan.run_forecast import Forecaster
     from drawbar.tasks.task_registry import task_class
 
     data = [f"data.train={folder}/train.jsonl", f"data.sequence_length={length}"]

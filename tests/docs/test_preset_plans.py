@@ -8,9 +8,9 @@ import pytest
 
 import drawbar
 from drawbar.config.schema.run_config import RunConfig
-from drawbar.forecast.machine import Machine
-from drawbar.forecast.run_forecast import Forecaster, RunForecast
-from drawbar.forecast.step_recorder import ACTIVATIONS
+from drawbar.plan.machine import Machine
+from drawbar.plan.run_forecast import Forecaster, RunForecast
+from drawbar.plan.step_recorder import ACTIVATIONS
 from drawbar.tasks.task_registry import task_class
 from exhaustive import some
 from preset_models import CONFIGS, PRESETS, named, number_of_layers, write_stand_in

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from functools import partial
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -16,7 +17,6 @@ from drawbar.cli.cancel import cancel
 from drawbar.cli.checkpoint import checkpoint
 from drawbar.cli.completion import completion
 from drawbar.cli.config import config
-from drawbar.cli.convert import convert
 from drawbar.cli.doctor import doctor
 from drawbar.cli.evaluate import evaluate
 from drawbar.cli.export import export
@@ -24,11 +24,8 @@ from drawbar.cli.generate import generate
 from drawbar.cli.init import init
 from drawbar.cli.jobs import jobs
 from drawbar.cli.logs import logs
-from drawbar.cli.parity import parity
-from drawbar.cli.plan_run import plan
 from drawbar.cli.predict import predict
 from drawbar.cli.prepare import prepare
-from drawbar.cli.report import report
 from drawbar.cli.resume import resume
 from drawbar.cli.runs import runs
 from drawbar.cli.status import status
@@ -45,18 +42,24 @@ _FIRST_RANK_SECONDS = 4.0
 """Seconds that other ranks wait before they print an error; DeepSpeed's launcher ends them earlier if rank 0 failed."""
 
 
+CORE = (init, prepare, train, evaluate, predict, generate, export, runs, watch, logs, checkpoint, submit, jobs, status,
+        cancel, resume, doctor, config, completion)  # fmt: skip
+"""The commands that are always there. The others enter by entry points, as those of other packages do."""
+COMMANDS_GROUP = "drawbar.commands"
+
+
 class Commands(click.Group):
     """The commands by what they are for; one that other programs have gets a hint."""
 
     SECTIONS = {
-        "Train": (init, prepare, plan, train),
-        "Use what was trained": (evaluate, predict, generate, export),
-        "Look at runs": (runs, watch, report, logs, checkpoint),
-        "Jobs on clusters and hosts": (submit, jobs, status, cancel, resume),
-        "Check and compare": (doctor, parity, convert),
-        "Settings and the shell": (config, completion),
+        "Train": ("init", "prepare", "plan", "train"),
+        "Use what was trained": ("eval", "predict", "generate", "export"),
+        "Look at runs": ("runs", "watch", "report", "logs", "checkpoint"),
+        "Jobs on clusters and hosts": ("submit", "jobs", "status", "cancel", "resume"),
+        "Check and compare": ("doctor", "parity", "convert"),
+        "Settings and the shell": ("config", "completion"),
     }
-    """All commands."""
+    """The order of commands in the help. Those of other packages come after them."""
     ELSEWHERE = {
         "generate": ("chat", "infer", "inference", "sample", "complete"),
         "train": ("sft", "finetune", "fit", "launch", "run", "pretrain", "lora"),
@@ -69,15 +72,22 @@ class Commands(click.Group):
     """Names that other trainers have, by what they are called here."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return list(self.commands)
+        return [command for commands in self._sections().values() for command in commands]
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, self.commands))
-        for title, commands in self.SECTIONS.items():
+        for title, names in self._sections().items():
             with formatter.section(title):
                 # one width for all sections
-                rows = [(str(one.name).ljust(width), one.get_short_help_str(limit=100)) for one in commands]
+                rows = [(name.ljust(width), self.commands[name].get_short_help_str(limit=100)) for name in names]
                 formatter.write_dl(rows)
+
+    def _sections(self) -> dict[str, list[str]]:
+        """The names of the commands that there are, by section."""
+        found = {title: [name for name in names if name in self.commands] for title, names in self.SECTIONS.items()}
+        known = {name for names in self.SECTIONS.values() for name in names}
+        found["From other packages"] = sorted(self.commands.keys() - known)
+        return {title: names for title, names in found.items() if names}
 
     def resolve_command(
         self, context: click.Context, args: list[str]
@@ -129,9 +139,22 @@ def group(local_rank: str | None) -> None:
         )
 
 
-for commands in Commands.SECTIONS.values():
-    for command in commands:
+def _add_commands() -> None:
+    for command in CORE:
         group.add_command(command)
+    for point in entry_points(group=COMMANDS_GROUP):
+        if point.name in group.commands:
+            continue
+        try:
+            group.add_command(point.load(), point.name)
+        except Exception as error:  # noqa: BLE001 - the other commands are there all the same
+            is_left_out = isinstance(error, ModuleNotFoundError) and f"{point.module}.".startswith(f"{error.name}.")
+            if not is_left_out:
+                click.echo(f"warning: the command {point.name} ({point.value}) cannot be imported: {error}", err=True)
+    group.commands = {name: group.commands[name] for name in group.list_commands(click.Context(group))}
+
+
+_add_commands()
 
 
 def main(task: "type[Task]") -> None:

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 import drawbar
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.read import read_snapshot
-from drawbar.commands.conversion.convert_run import convert_run
-from drawbar.commands.conversion.dcp_folders import read_dcp
-from drawbar.commands.conversion.deepspeed_folders import read_deepspeed
+from drawbar.convert.convert_run import convert_run
+from drawbar.convert.dcp_folders import read_dcp
+from drawbar.convert.deepspeed_folders import read_deepspeed
 from drawbar.tasks.batch import Batch
 
 STEPS = ("train.steps=2", "optim.warmup=0", "eval.every=null")

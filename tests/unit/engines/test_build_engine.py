@@ -16,7 +16,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.build import build_engine, bytes_of_state, choose_strategy
 from drawbar.errors import UserError
-from drawbar.forecast.fake_world import FakeWorld
+from drawbar.plan.fake_world import FakeWorld
 from drawbar.runtime.seed import rng_bytes
 from tiny import CPU, tiny_config, tiny_task
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from drawbar.parity.parity_page import bar_share, exceeds, render_parity, shown
 from drawbar.report.page_file import MARKER
-from drawbar.report.parity_page import bar_share, exceeds, render_parity, shown
 from harness import run_cli
 from messages import check_one_message
 from parity_reports import STEPS, parity_report

@@ -31,13 +31,13 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.build import choose_strategy
 from drawbar.errors import ExitCode, UserError
-from drawbar.forecast.fake_world import HOST, FakeWorld
-from drawbar.forecast.machine import Machine
-from drawbar.forecast.rank_forecast import RankForecast, forecast_rank
-from drawbar.forecast.worst_batch import longest_sample
 from drawbar.parallel import context
 from drawbar.parallel.precision import choose_dtypes
 from drawbar.parity.cases import case_text
+from drawbar.plan.fake_world import HOST, FakeWorld
+from drawbar.plan.machine import Machine
+from drawbar.plan.rank_forecast import RankForecast, forecast_rank
+from drawbar.plan.worst_batch import longest_sample
 from drawbar.tasks.padding import choose_padding_free
 from drawbar.tasks.task import Task, records_of
 from drawbar.tasks.task_context import TaskContext

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from drawbar.commands.output_files import writing
 from drawbar.errors import UserError
-from drawbar.forecast.run_forecast import COPY_SPEED, COUNTED, ESTIMATED, RunForecast
-from drawbar.forecast.step_recorder import ACTIVATIONS, COMMUNICATION, LOGITS
-from drawbar.forecast.suggestions import Suggestion
+from drawbar.plan.run_forecast import COPY_SPEED, COUNTED, ESTIMATED, RunForecast
+from drawbar.plan.step_recorder import ACTIVATIONS, COMMUNICATION, LOGITS
+from drawbar.plan.suggestions import Suggestion
 from drawbar.util.atomic_files import replacing
 from drawbar.util.byte_sizes import readable
 

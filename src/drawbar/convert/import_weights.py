@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drawbar.checkpoint.space import rust_errors_as_oserror
-from drawbar.commands.conversion.dcp_folders import read_dcp
-from drawbar.commands.conversion.deepspeed_folders import read_deepspeed
 from drawbar.commands.output_files import check_new_folder, writing
+from drawbar.convert.dcp_folders import read_dcp
+from drawbar.convert.deepspeed_folders import read_deepspeed
 from drawbar.data.tokenizer import load_tokenizer
 from drawbar.errors import UserError
 from drawbar.models.huggingface import from_hub, quiet_transformers, unused_weights

@@ -17,8 +17,9 @@ from drawbar.data.loader import MicroBatch
 from drawbar.engines.build import assemble_engine
 from drawbar.engines.engine import Engine
 from drawbar.engines.updaters import TorchUpdater
-from drawbar.forecast.fake_world import FakeWorld, fake_tensors
-from drawbar.forecast.step_recorder import (
+from drawbar.parallel.zero1 import local_optimizer
+from drawbar.plan.fake_world import FakeWorld, fake_tensors
+from drawbar.plan.step_recorder import (
     GRADIENTS,
     OFFLOADED,
     OPTIMIZER,
@@ -27,8 +28,7 @@ from drawbar.forecast.step_recorder import (
     StepRecorder,
     size_of,
 )
-from drawbar.forecast.worst_batch import rows_and_count, targets_and_fake, worst_micro_batch
-from drawbar.parallel.zero1 import local_optimizer
+from drawbar.plan.worst_batch import rows_and_count, targets_and_fake, worst_micro_batch
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.task import Task
 from drawbar.train.checkpoint_layouts import checkpoint_bytes

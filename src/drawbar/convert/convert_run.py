@@ -10,10 +10,10 @@ from torch import Tensor
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.read import explain_unusable, read_snapshot
-from drawbar.commands.conversion.dcp_folders import write_dcp
-from drawbar.commands.conversion.deepspeed_folders import write_universal
 from drawbar.commands.output_files import check_new_folder, writing
 from drawbar.config.schema.run_config import RunConfig
+from drawbar.convert.dcp_folders import write_dcp
+from drawbar.convert.deepspeed_folders import write_universal
 from drawbar.errors import UserError
 from drawbar.runtime.safetensors_reader import OnDemandTensors
 from drawbar.util.new_folder import new_folder

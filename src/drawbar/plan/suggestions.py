@@ -8,7 +8,7 @@ from typing import Any
 from drawbar.config.deepspeed.zero_settings import is_deepspeed
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
-from drawbar.forecast.run_forecast import Forecaster, RunForecast
+from drawbar.plan.run_forecast import Forecaster, RunForecast
 
 SEARCH_SECONDS = 300.0
 """After this time, no further change is tried."""

@@ -116,8 +116,8 @@ def _from_run(task: "type[Task] | None", source: Path, to: str, output: Path, ch
     overrides = ("launch.nproc=1", "device=cpu", "precision=fp32") if to == "huggingface" else ()
     loaded = load_run(str(source), overrides, task)
     with quick_imports():
-        from drawbar.commands.conversion.convert_run import convert_run
         from drawbar.commands.export_run import ExportFormat, export_run
+        from drawbar.convert.convert_run import convert_run
 
     if to == "huggingface":
         export_run(loaded.config, task, output, checkpoint, ExportFormat())
@@ -130,7 +130,7 @@ def _to_model(source: Path, form: str, model: str, output: Path) -> None:
     from drawbar.util.torch_imports import quick_imports
 
     with quick_imports():
-        from drawbar.commands.conversion.import_weights import import_weights
+        from drawbar.convert.import_weights import import_weights
 
     import_weights(source, form, model, output)
     print(f"{output}: a model for task.model; its optimizer state is not taken: training begins with a fresh one")

@@ -11,13 +11,13 @@ from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import MicroBatchSize
 from drawbar.errors import UserError
-from drawbar.forecast import run_forecast, worst_batch
-from drawbar.forecast.machine import Machine, make_machine
-from drawbar.forecast.rank_forecast import RankForecast, _counts
-from drawbar.forecast.run_forecast import Forecaster
-from drawbar.forecast.step_recorder import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, Peak
-from drawbar.forecast.suggestions import _changes
-from drawbar.forecast.worst_batch import longest_sample, rows_and_count, worst_micro_batch
+from drawbar.plan import run_forecast, worst_batch
+from drawbar.plan.machine import Machine, make_machine
+from drawbar.plan.rank_forecast import RankForecast, _counts
+from drawbar.plan.run_forecast import Forecaster
+from drawbar.plan.step_recorder import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, Peak
+from drawbar.plan.suggestions import _changes
+from drawbar.plan.worst_batch import longest_sample, rows_and_count, worst_micro_batch
 from drawbar.tasks.task_registry import task_class
 
 NOBODY: Any = None

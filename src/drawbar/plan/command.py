@@ -8,8 +8,8 @@ from drawbar.cli.complete_words import complete_config_and_settings
 
 if TYPE_CHECKING:
     from drawbar.config.schema.run_config import RunConfig
-    from drawbar.forecast.forecast_tables import Compared
-    from drawbar.forecast.run_forecast import Forecaster
+    from drawbar.plan.forecast_tables import Compared
+    from drawbar.plan.run_forecast import Forecaster
     from drawbar.tasks.task import Task
 
 NO_STRATEGIES = "none"
@@ -97,10 +97,10 @@ def plan(
     with quick_imports():
         from rich.console import Console
 
-        from drawbar.forecast.forecast_tables import print_forecast, write_json
-        from drawbar.forecast.machine import make_machine
-        from drawbar.forecast.run_forecast import Forecaster
-        from drawbar.forecast.suggestions import suggest
+        from drawbar.plan.forecast_tables import print_forecast, write_json
+        from drawbar.plan.machine import make_machine
+        from drawbar.plan.run_forecast import Forecaster
+        from drawbar.plan.suggestions import suggest
         from drawbar.tasks.task_registry import task_class
         from drawbar.train.initial_model import temporary_initial_model
 

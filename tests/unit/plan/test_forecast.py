@@ -19,18 +19,18 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig
 
 from drawbar.cli import group
-from drawbar.cli.plan_run import _compare
 from drawbar.config.io.load_config import load_config
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
-from drawbar.forecast.forecast_tables import KNOWN_ERROR_ON_GPUS, print_forecast
-from drawbar.forecast.machine import Machine, make_machine
-from drawbar.forecast.rank_forecast import RankForecast, forecast_rank
-from drawbar.forecast.run_forecast import COUNTED, ESTIMATED, Forecaster, RunForecast, in_own_process
-from drawbar.forecast.step_recorder import ACTIVATIONS, COMMUNICATION, GRADIENTS, LOGITS, PARAMETERS, Peak
-from drawbar.forecast.suggestions import suggest
-from drawbar.forecast.worst_batch import longest_sample
+from drawbar.plan.command import _compare
+from drawbar.plan.forecast_tables import KNOWN_ERROR_ON_GPUS, print_forecast
+from drawbar.plan.machine import Machine, make_machine
+from drawbar.plan.rank_forecast import RankForecast, forecast_rank
+from drawbar.plan.run_forecast import COUNTED, ESTIMATED, Forecaster, RunForecast, in_own_process
+from drawbar.plan.step_recorder import ACTIVATIONS, COMMUNICATION, GRADIENTS, LOGITS, PARAMETERS, Peak
+from drawbar.plan.suggestions import suggest
+from drawbar.plan.worst_batch import longest_sample
 from drawbar.tasks.task_registry import task_class
 from drawbar.util.byte_sizes import parse_size
 from harness import run_cli, run_ranks
@@ -140,7 +140,7 @@ def measured_peak(one: Forecaster, config: RunConfig) -> int:
     from drawbar.distributed.process_group import Distributed
     from drawbar.distributed.rank_info import RankInfo
     from drawbar.engines.build import assemble_engine
-    from drawbar.forecast.worst_batch import rows_and_count, worst_micro_batch
+    from drawbar.plan.worst_batch import rows_and_count, worst_micro_batch
     from drawbar.tasks.user_methods import make_task
 
     world = Distributed(RankInfo(), torch.device("cpu"), 60)
@@ -197,7 +197,7 @@ def test_every_stage_of_a_pipeline_is_counted() -> None:
 def test_labels_of_a_whole_sample_are_not_stretched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve classes of a text of twelve tokens."""
     sample = {"input_ids": np.arange(12), "labels": np.zeros(12), "id": 0}
-    monkeypatch.setattr("drawbar.forecast.worst_batch.first_samples", lambda *_: SimpleNamespace(samples=[sample]))
+    monkeypatch.setattr("drawbar.plan.worst_batch.first_samples", lambda *_: SimpleNamespace(samples=[sample]))
     config: Any = SimpleNamespace(data=SimpleNamespace(sequence_length=64), task=None)
     tasks: dict[str, Any] = {name: SimpleNamespace(label_placement=name) for name in ("sample", "token")}
     world: Any = None
