@@ -17,10 +17,10 @@ import torch
 
 from drawbar.distributed.watchdog import NODE
 from drawbar.errors import UserError
+from drawbar.launch.findings import CLOCK_SECONDS
 from drawbar.launch.node import node_check
 from drawbar.launch.node.bad_nodes import bad_nodes
 from drawbar.launch.node.node_check import NodeCheck
-from drawbar.launch.node.node_facts import CLOCK_SECONDS
 from drawbar.launch.node.rendezvous import Rendezvous
 from harness import free_port, run_ranks, wait_until
 
@@ -77,7 +77,7 @@ def _case(case: str, node: int, port: int, run_dir: Path) -> dict[str, Any]:
         try:
             if not absent:
                 begin = time.monotonic()
-                call = NodeCheck(config, "cpu", 2, run_dir, seconds=3 if "absent" in case else 60)
+                call = NodeCheck(config, "cpu", run_dir, seconds=3 if "absent" in case else 60)
                 watch = call.run(rendezvous)
                 _watches.append(watch)
                 _train(case, node, watch)
@@ -155,7 +155,7 @@ def test_a_node_that_comes_late_blames_nobody(tmp_path: Path, monkeypatch: pytes
     rendezvous = Rendezvous("drawbar-7", f"127.0.0.1:{port}", 2, 1, "127.0.0.1", ("n1", "n2"))
     monkeypatch.setenv(NODE, "n2")
     with pytest.raises(UserError, match="the first node, n1, did not answer"):
-        NodeCheck("same", "cpu", 1, tmp_path, seconds=0.2).run(rendezvous)
+        NodeCheck("same", "cpu", tmp_path, seconds=0.2).run(rendezvous)
     assert list(bad_nodes(tmp_path, "drawbar-7")) == ["n2"]
 
 
@@ -168,7 +168,7 @@ def test_a_stranger_at_the_port_is_no_hang(tmp_path: Path) -> None:
             "from drawbar.launch.node import node_check\n"
             "node_check._CONNECT_SECONDS = 1\n"
             f"rendezvous = Rendezvous('drawbar-7', '127.0.0.1:{port}', 2, 1, '127.0.0.1', ('n1', 'n2'))\n"
-            f"node_check.NodeCheck('same', 'cpu', 1, Path({str(tmp_path)!r}), seconds=1).run(rendezvous)"
+            f"node_check.NodeCheck('same', 'cpu', Path({str(tmp_path)!r}), seconds=1).run(rendezvous)"
         )
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1

@@ -5,7 +5,7 @@ from pathlib import Path
 from made_up import write_data
 from pages import run_commands, write_files
 
-from drawbar.doctor.finding import Level
+from drawbar.launch.findings import Level
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 

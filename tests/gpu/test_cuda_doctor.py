@@ -1,39 +1,35 @@
 """What the doctor says of a real GPU."""
 
+import os
+
 import pytest
 import torch
 
-from drawbar.doctor.finding import Level
-from drawbar.doctor.probe_process import check_device, driver_version, start_probe
+from drawbar.doctor.examine import ask_torch
+from drawbar.launch import findings
+from drawbar.launch.findings import Level
+from drawbar.launch.machine import look_at_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def test_a_gpu() -> None:
-    facts = start_probe("device", "auto", "auto", "1").result()
+    facts, gpus = ask_torch("auto", "auto", 1), look_at_gpus(os.environ)
     assert facts["device"] == "cuda"
-    assert len(facts["gpus"]) == torch.cuda.device_count()
-    assert facts["nccl"]
-    assert facts["product"]["right"] is True
-    assert driver_version() is not None
-    assert not [
-        found for found in check_device(facts, driver_version(), "auto", "auto") if found.level is Level.PROBLEM
-    ]
+    assert facts["gpus"] == torch.cuda.device_count()
+    assert gpus.driver
+    assert [found for found in findings.of_torch(facts, gpus, "auto") if found.level is not Level.OK] == []
 
 
 def test_more_processes_than_gpus() -> None:
     place = {"RANK": "99", "WORLD_SIZE": "100", "LOCAL_RANK": "99", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in place.items():
-            patch.setenv(name, value)
-        facts = start_probe("device", "cuda", "auto", "1").result()
-    assert "GPUs are visible" in facts["errors"]["device"][0]
+    facts = ask_torch("cuda", "auto", 1, environ={**os.environ, **place})
+    assert "GPUs are visible" in facts["errors"]["device"]["what"]
 
 
 def test_a_gpu_whose_memory_somebody_holds() -> None:
     free, total = torch.cuda.mem_get_info(0)
     held = torch.empty(min(free - 2**30, total // 5), dtype=torch.uint8, device="cuda:0")
-    facts = start_probe("device", "auto", "auto", "1").result()
-    levels = {found.name: found.level for found in check_device(facts, driver_version(), "auto", "auto")}
+    found = list(findings.of_gpus(look_at_gpus(os.environ)))
     assert held.numel()
-    assert levels["GPU 0"] is Level.WARNING
+    assert Level.WARNING in [finding.level for finding in found]

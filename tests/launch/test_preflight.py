@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from conftest import make_project
+from drawbar.cli.preflight import check_run_folder
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.section import parse_time, write_time
 from drawbar.errors import UserError
-from drawbar.launch.folder_facts import check_run_folder
 from drawbar.launch.job import Job
 from drawbar.launch.node.bad_nodes import record_bad_nodes
 from drawbar.launch.slurm.bad_node_requeue import GAVE_UP, NO_BAD_NODES, requeue
@@ -38,7 +38,7 @@ NODES = [*(SlurmNode(f"g{number}", 64, "gpu:a100:8", "idle") for number in range
 def obstacles(partition: Partition = GPU, nodes: int = 2, **settings: object) -> list[tuple[str, str, str]]:
     cluster = ClusterSection.model_validate({"account": "physics", **settings})
     job = Job("tiny", ("python",), Path("/x"), Path("/x/runs/tiny"), nodes=nodes)
-    return [(found.setting, found.what, found.remedy) for found in find_obstacles(partition, NODES, job, cluster)]
+    return [(found.where, found.what, found.remedy) for found in find_obstacles(partition, NODES, job, cluster)]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_partition_that_is_down() -> None:
 
 
 def test_room_for_a_run(tmp_path: Path) -> None:
-    check_run_folder(tmp_path / "runs" / "tiny")
+    assert check_run_folder(tmp_path / "runs" / "tiny") == []
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
         check_run_folder(tmp_path / "file" / "tiny")
@@ -115,7 +115,7 @@ def test_room_for_a_run(tmp_path: Path) -> None:
     os.truncate(
         os.open(checkpoint / "model-00000.safetensors", os.O_WRONLY | os.O_CREAT), 2**42
     )  # a hole: takes no room
-    with pytest.raises(UserError, match=r"4,194,304 MiB needed"):
+    with pytest.raises(UserError, match=r"nearly full: .*, 4096.0 GiB needed"):
         check_run_folder(tmp_path / "tiny")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "tiny"]
 

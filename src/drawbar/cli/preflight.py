@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drawbar.errors import UserError
-from drawbar.launch.folder_facts import check_run_folder
+from drawbar.launch import findings
+from drawbar.launch.findings import Level
+from drawbar.launch.machine import MIB, look_at_folder
 from drawbar.util.byte_sizes import readable
 
 if TYPE_CHECKING:
@@ -35,8 +37,25 @@ def check_before_queue(config: "RunConfig", job: "Job", launcher: "Launcher", ta
     notes: list[str] = []
     if launcher.shares_disk:
         notes += check_data(config) if _reads_files(config, task) else []
-        check_run_folder(job.run_dir)
+        notes += check_run_folder(job.run_dir)
     return notes + launcher.check(job)
+
+
+def check_run_folder(run_dir: Path) -> list[str]:
+    """Check that the run's folder can be written, and has space for another checkpoint of the size of its newest (if
+    any). Returns notes for the user.
+
+    Raises:
+        UserError: the folder cannot be written, or the disk is nearly full.
+    """
+    checkpoints = sorted((run_dir / "checkpoints").glob("step-*[0-9]"))
+    newest = sum(path.stat().st_size for path in checkpoints[-1].rglob("*") if path.is_file()) if checkpoints else 0
+    folder = look_at_folder("run.dir", run_dir)
+    found = list(findings.of_folder(folder, enough=0, least=max(64 * MIB, newest)))
+    for finding in found:
+        if finding.level is Level.PROBLEM:
+            raise finding.error()
+    return [finding.what for finding in found if finding.level is Level.WARNING]
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def launch_ranks(
     check_world(config, total)
     check_deepspeed(loaded, total)
     roll_call_seconds = config.launch.roll_call_seconds
-    node_check = NodeCheck(config.model_dump_json(), config.device, processes, config.run_dir, roll_call_seconds)
+    node_check = NodeCheck(config.model_dump_json(), config.device, config.run_dir, roll_call_seconds)
     return run_processes(command, processes, rendezvous, config.launch.timeout, node_check, warm_process)
 
 

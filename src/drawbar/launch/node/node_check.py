@@ -5,27 +5,33 @@ time is named on every node that did, and the run ends: it never goes on as a sm
 sends heartbeats, so that a node which is lost in mid-run is named, and nobody waits for it.
 """
 
+import hashlib
 import json
 import os
+import platform
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from drawbar.distributed.watchdog import NODE
 from drawbar.errors import ExitCode, UserError
+from drawbar.launch import findings
+from drawbar.launch.findings import Finding, Level
+from drawbar.launch.machine import Gpus, NodeFacts, look_at_gpus
 from drawbar.launch.node.bad_nodes import NODE_IS_LOST, bad_nodes, record_bad_nodes, restart_number
-from drawbar.launch.node.node_facts import NodeCheckResult, NodeFacts, collect_facts, judge, judge_clocks
 from drawbar.launch.node.rendezvous import Rendezvous
 
 LOST_SECONDS = 60
@@ -47,14 +53,12 @@ class NodeCheck:
     Args:
         config: the text of the whole configuration.
         device: the setting.
-        processes: on this node.
         run_dir: where bad nodes are written down.
         seconds: how long the nodes wait for one another.
     """
 
     config: str
     device: str
-    processes: int
     run_dir: Path
     seconds: float
 
@@ -65,28 +69,26 @@ class NodeCheck:
             UserError: with exit code 1, on every node that answered: a node did not answer, or does not fit the others.
         """
         os.environ[NODE] = own = rendezvous.name(rendezvous.node)
-        facts = collect_facts(own, self.config, self.processes, self.device)
+        facts = collect_facts(own, self.config, self.device)
         store = self._connect(rendezvous)
         try:
             said = replace(facts, time=time.time())  # now: to connect, a node waits until the first one listens
             store.set(f"here/{rendezvous.node}", json.dumps(asdict(said)))
-            result = (
-                self._collect_answers(store, rendezvous)
-                if rendezvous.node == 0
-                else self._await_result(store, rendezvous)
-            )
+            is_first = rendezvous.node == 0
+            found = self._collect_answers(store, rendezvous) if is_first else self._await_result(store, rendezvous)
         except (dist.DistError, RuntimeError) as error:
             raise self._first_node_unreachable(rendezvous, f"went away: {error}") from error
-        if result.errors:
+        if problems := _problems(found):
+            what = "\n".join(finding.what for finding in problems)
             raise UserError(
-                "\n".join([f"the nodes cannot train together, says {rendezvous.name(0)}:", *result.errors]),
+                f"the nodes cannot train together, says {rendezvous.name(0)}:\n{what}",
                 where=f"job {rendezvous.launch_id}",
-                remedy=_remedy(result),
+                remedy=_remedy(problems),
                 exit_code=ExitCode.FAILED,
             )
         if rendezvous.node == 0:
-            for warning in result.warnings:
-                print(f"warning: {warning}", file=sys.stderr, flush=True)
+            for warning in found:
+                print(f"warning: {warning.what}", file=sys.stderr, flush=True)
             print(f"drawbar: the {rendezvous.nodes} nodes have answered: {', '.join(rendezvous.names)}", flush=True)
         return NodeWatch(store, rendezvous, self.run_dir)
 
@@ -125,8 +127,8 @@ class NodeCheck:
                 exit_code=ExitCode.FAILED,
             ) from error
 
-    def _collect_answers(self, store: dist.Store, rendezvous: Rendezvous) -> NodeCheckResult:
-        """On the first node: wait for all answers, judge them, and publish the result."""
+    def _collect_answers(self, store: dist.Store, rendezvous: Rendezvous) -> list[Finding]:
+        """On the first node: wait for all answers, judge them, and publish the findings."""
         answers: dict[int, NodeFacts] = {}
         heard: dict[int, float] = {}
         end = time.monotonic() + self.seconds
@@ -136,28 +138,29 @@ class NodeCheck:
                     heard[node] = time.time()
                     answers[node] = NodeFacts.from_json(json.loads(store.get(f"here/{node}")))
             time.sleep(_POLL)
-        there = sorted(answers)
-        result = judge([answers[node] for node in there])
-        result.warnings += judge_clocks([answers[node] for node in there], [heard[node] for node in there])
-        for node in sorted(set(range(rendezvous.nodes)) - set(answers)):
-            name = rendezvous.name(node)
-            result.bad[name] = f"node {name} did not answer within {self.seconds:.0f} s"
-            result.errors.insert(0, result.bad[name])
-        if result.bad:
-            _record(self.run_dir, rendezvous, result.bad)
-        store.set("verdict", json.dumps(asdict(result)))
-        if result.errors:
+        there, absent = sorted(answers), sorted(set(range(rendezvous.nodes)) - set(answers))
+        said = [answers[node] for node in there]
+        found = [
+            findings.problem(name, f"node {name} did not answer within {self.seconds:.0f} s")
+            for name in map(rendezvous.name, absent)
+        ]
+        found += [*findings.of_nodes(said), *findings.of_clocks(said, [heard[node] for node in there])]
+        problems = _problems(found)
+        if bad := _bad_nodes(problems):
+            _record(self.run_dir, rendezvous, bad)
+        store.set("verdict", json.dumps([asdict(finding) for finding in found]))
+        if problems:
             others = [f"has_result/{node}" for node in there if node != 0]
             _wait(lambda: not others or store.check(others), _LINGER_SECONDS)
-        return result
+        return found
 
-    def _await_result(self, store: dist.Store, rendezvous: Rendezvous) -> NodeCheckResult:
-        """On the other nodes: wait for the result."""
+    def _await_result(self, store: dist.Store, rendezvous: Rendezvous) -> list[Finding]:
+        """On the other nodes: wait for the findings."""
         if not _wait(lambda: store.check(["verdict"]), self.seconds + _LINGER_SECONDS):
             raise self._first_node_unreachable(rendezvous, f"said nothing for {self.seconds + _LINGER_SECONDS:.0f} s")
-        result = NodeCheckResult(**json.loads(store.get("verdict")))
+        found = [Finding.from_json(values) for values in json.loads(store.get("verdict"))]
         store.set(f"has_result/{rendezvous.node}", "")
-        return result
+        return found
 
     def _first_node_unreachable(self, rendezvous: Rendezvous, what: str) -> UserError:
         return UserError(
@@ -173,6 +176,15 @@ class NodeCheck:
         if rendezvous.name(rendezvous.node) not in bad_nodes(self.run_dir, rendezvous.launch_id, restart_number()):
             reason = f"node {rendezvous.name(0)} did not answer within {self.seconds:.0f} s"
             _record(self.run_dir, rendezvous, {rendezvous.name(0): reason})
+
+
+def collect_facts(name: str, config: str, device: str) -> NodeFacts:
+    """What this node says in the node check. Args: config: the text of the configuration; device: the setting."""
+    count = torch.cuda.device_count() if device in ("auto", "cuda") else 0
+    gpus = look_at_gpus(os.environ) if count and torch.version.cuda else Gpus()
+    versions = {"drawbar": version("drawbar"), "torch": torch.__version__, "Python": platform.python_version()}
+    versions["the NVIDIA driver"] = gpus.driver
+    return NodeFacts(name, versions, hashlib.sha256(config.encode()).hexdigest()[:16], count, gpus)
 
 
 class NodeWatch:
@@ -309,15 +321,25 @@ def _record(run_dir: Path, rendezvous: Rendezvous, reasons: Mapping[str, str]) -
         print(f"warning: cannot write down the bad nodes: {error}", file=sys.stderr, flush=True)
 
 
-def _remedy(result: NodeCheckResult) -> str:
-    if result.bad:
-        names = ",".join(result.bad)
-        return (
+def _problems(found: Sequence[Finding]) -> list[Finding]:
+    return [finding for finding in found if finding.level is Level.PROBLEM]
+
+
+def _bad_nodes(problems: Sequence[Finding]) -> dict[str, str]:
+    """What is wrong with each node that another one could stand in for."""
+    return {finding.where: finding.what for finding in problems if finding.where}
+
+
+def _remedy(problems: Sequence[Finding]) -> str:
+    remedies = list(dict.fromkeys(finding.remedy for finding in problems if finding.remedy))
+    if bad := _bad_nodes(problems):
+        names = ",".join(bad)
+        remedies.append(
             f"look in the log for what {names} says; to go on without: cluster.options={{exclude: '{names}'}}, or "
             "cluster.exclude_bad_nodes=true for the next time; a longer wait at the node check is "
             "launch.roll_call_seconds=N"
         )
-    return "install the same versions on all nodes (cluster.python, cluster.setup), and give each the same files"
+    return "; or ".join(remedies)
 
 
 def _wait(ready: Callable[[], object], seconds: float) -> bool:

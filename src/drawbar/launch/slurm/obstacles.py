@@ -1,17 +1,15 @@
 """Finds reasons why an accepted Slurm job could never run: limits of partitions, and resources of their nodes."""
 
-import getpass
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.section import write_time
 from drawbar.errors import UserError, nearest
+from drawbar.launch.findings import Finding, problem
 from drawbar.launch.job import Job
 from drawbar.launch.slurm.partitions import (
     Partition,
     SlurmNode,
-    accounts_of_user,
     count_gpus,
     read_nodes,
     read_partitions,
@@ -19,15 +17,6 @@ from drawbar.launch.slurm.partitions import (
 
 _OVERRULING = {"qos", "reservation"}
 """Options of sbatch that may allow more than the partition does."""
-
-
-@dataclass(frozen=True)
-class Obstacle:
-    """Why a partition cannot run a job."""
-
-    setting: str
-    what: str
-    remedy: str
 
 
 def check_slurm(job: Job) -> list[str]:
@@ -39,91 +28,68 @@ def check_slurm(job: Job) -> list[str]:
     Raises:
         UserError: no partition that was asked for can run it.
     """
-    cluster, partitions = job.cluster, read_partitions()
-    if partitions is None:
-        return []
-    if cluster.account is not None:
-        _check_account(cluster.account, accounts_of_user(getpass.getuser()))
-    wanted = _wanted(partitions, cluster.partition)
-    obstacles: list[Obstacle] = []
-    for partition in wanted:
+    cluster, partitions = job.cluster, read_partitions() or []
+    found: list[Finding] = []
+    for partition in _wanted(partitions, cluster.partition):
         nodes = read_nodes(partition.name) or []
-        found = next(find_obstacles(partition, nodes, job, cluster), None)
-        if found is None:
+        obstacle = next(find_obstacles(partition, nodes, job, cluster), None)
+        if obstacle is None:
             return _notes(partition, nodes, job, cluster)
-        obstacles.append(found)
-    settings = dict.fromkeys(obstacle.setting for obstacle in obstacles)
-    remedies = dict.fromkeys(obstacle.remedy for obstacle in obstacles)
+        found.append(obstacle)
+    if not found:
+        return []
     raise UserError(
-        "\n".join(obstacle.what for obstacle in obstacles), where=", ".join(settings), remedy="; or ".join(remedies)
+        "\n".join(obstacle.what for obstacle in found),
+        where=", ".join(dict.fromkeys(obstacle.where for obstacle in found)),
+        remedy="; or ".join(dict.fromkeys(obstacle.remedy for obstacle in found)),
     )
 
 
 def _wanted(partitions: Sequence[Partition], names: str | None) -> list[Partition]:
+    """Those that the job may run in; none where nothing is known of any."""
+    if names is None or not partitions:
+        return [partition for partition in partitions if partition.is_default]
     known = {partition.name: partition for partition in partitions}
-    listed = ", ".join(known)
-    if names is None:
-        default = [partition for partition in partitions if partition.is_default]
-        if not default:
-            raise UserError(
-                "no partition is given, and Slurm has no default one",
-                where="cluster.partition",
-                remedy=f"set cluster.partition to one of: {listed}",
-            )
-        return default
     for name in names.split(","):
         if name not in known:
             guess = nearest(name, known)
             hint = f"did you mean {guess}? " if guess else ""
-            raise UserError(
-                f"there is no partition {name}", where="cluster.partition", remedy=f"{hint}There are: {listed}"
-            )
+            remedy = f"{hint}There are: {', '.join(known)}"
+            raise UserError(f"there is no partition {name}", where="cluster.partition", remedy=remedy)
     return [known[name] for name in names.split(",")]
-
-
-def _check_account(account: str, accounts: Sequence[str]) -> None:
-    if accounts and account not in accounts:
-        guess = nearest(account, accounts)
-        raise UserError(
-            f"you have no account {account}",
-            where="cluster.account",
-            remedy=f"{f'did you mean {guess}? ' if guess else ''}Yours are: {', '.join(accounts)}",
-        )
 
 
 def find_obstacles(
     partition: Partition, nodes: Sequence[SlurmNode], job: Job, cluster: ClusterSection
-) -> Iterator[Obstacle]:
+) -> Iterator[Finding]:
     """Every reason why the job can never run there."""
     name = partition.name
     if partition.state != "UP":
-        yield Obstacle(
-            "cluster.partition", f"the partition {name} is {partition.state}", "choose another one (`sinfo`)"
-        )
+        yield problem("cluster.partition", f"the partition {name} is {partition.state}", "choose another one (`sinfo`)")
     account = cluster.account
     if account is not None and (
         account in partition.refused_accounts or (partition.accounts is not None and account not in partition.accounts)
     ):
         allowed = f"one of: {', '.join(partition.accounts)}" if partition.accounts else "another one"
-        yield Obstacle("cluster.account", f"{name} does not take jobs of the account {account}", f"set it to {allowed}")
+        yield problem("cluster.account", f"{name} does not take jobs of the account {account}", f"set it to {allowed}")
     if cluster.options.keys() & _OVERRULING:
         return
     seconds, longest = cluster.seconds, partition.longest
     if seconds is not None and longest is not None and seconds > longest:
-        yield Obstacle(
+        yield problem(
             "cluster.time",
             f"{name} allows no job of {write_time(seconds)}",
             f"set cluster.time={write_time(longest)}, its longest: the job goes on after it (cluster.requeue)",
         )
     if partition.most_nodes is not None and job.nodes > partition.most_nodes:
         most = partition.most_nodes
-        yield Obstacle("cluster.nodes", f"{name} gives no job {job.nodes} nodes", f"set cluster.nodes={most}, its most")
+        yield problem("cluster.nodes", f"{name} gives no job {job.nodes} nodes", f"set cluster.nodes={most}, its most")
     yield from _nodes_obstacles(partition, nodes, job, cluster)
 
 
 def _nodes_obstacles(
     partition: Partition, nodes: Sequence[SlurmNode], job: Job, cluster: ClusterSection
-) -> Iterator[Obstacle]:
+) -> Iterator[Finding]:
     name, kind = partition.name, cluster.gpu_type
     most_gpus = max((count_gpus(node.resources, kind) for node in nodes), default=0)
     for setting, what, wanted, most, prefix in (
@@ -134,12 +100,12 @@ def _nodes_obstacles(
             other = "another cluster.partition"
             remedy = f"set {setting}={prefix}{most}, or {other}" if most else f"set {other}"
             has = f"the most is {most}" if most else "it has none at all"
-            yield Obstacle(setting, f"no node of {name} has {wanted} {what}: {has}", remedy)
+            yield problem(setting, f"no node of {name} has {wanted} {what}: {has}", remedy)
     fitting = fitting_nodes(nodes, cluster)
     if 0 < len(fitting) < job.nodes:
         with_them = f" with {_needs(cluster)}" if len(fitting) < len(nodes) else ""
         remedy = f"set cluster.nodes={len(fitting)}, or another cluster.partition"
-        yield Obstacle("cluster.nodes", f"{name} has {len(fitting)} nodes{with_them}, not {job.nodes}", remedy)
+        yield problem("cluster.nodes", f"{name} has {len(fitting)} nodes{with_them}, not {job.nodes}", remedy)
 
 
 def _most_cpus(partition: Partition, nodes: Sequence[SlurmNode]) -> int:

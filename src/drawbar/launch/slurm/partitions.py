@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from drawbar.config.schema.section import parse_time
@@ -100,9 +99,3 @@ def count_gpus(resources: str, kind: str | None = None) -> int:
 
 def _number(text: str) -> int | None:
     return int(text) if text.isdecimal() else None
-
-
-def accounts_of_user(user: str) -> Sequence[str]:
-    """Where jobs of this user can be booked; empty where Slurm keeps no accounts, or does not tell."""
-    text = slurm_output("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
-    return sorted(set((text or "").split()))
