@@ -15,8 +15,7 @@ from huggingface_hub import constants, try_to_load_from_cache
 from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
 from drawbar.config.deepspeed.zero_settings import is_deepspeed, zero_stage
 from drawbar.config.io.load_config import LoadedConfig
-from drawbar.config.rules.package_rules import PACKAGE_RULES
-from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, check_world
+from drawbar.config.rules.rule_table import PACKAGE_RULES, RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.config.strategies import AUTO
 from drawbar.errors import UserError
