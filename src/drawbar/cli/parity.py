@@ -78,7 +78,7 @@ def parity(
     differs, names the first module that does.
     """
     from drawbar.cli.arguments import check_training, load
-    from drawbar.report.page_file import check_plotly, check_target, write_page
+    from drawbar.report.page import check_plotly, check_target, write_page
     from drawbar.report.parity_page import render_parity
     from drawbar.util.torch_imports import quick_imports
 

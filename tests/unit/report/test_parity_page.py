@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.report.page_file import MARKER
+from drawbar.report.page import MARKER
 from drawbar.report.parity_page import bar_share, exceeds, render_parity, shown
 from harness import run_cli
 from messages import check_one_message
