@@ -91,10 +91,10 @@ class Output:
 def _show_run(run_dir: Path, follow: bool, rank: int) -> int:
     """The log that a process of the run writes itself; with ``follow`` until nobody trains the run."""
     from drawbar.errors import ExitCode, UserError
-    from drawbar.launch.jobs.run_view import read_run
+    from drawbar.launch.jobs.run_view import rank_log, read_run
     from drawbar.launch.launchers import POLL_SECONDS
 
-    file = _rank_file(run_dir, rank)
+    file = rank_log(run_dir, rank)
     if not follow and not file.is_file():
         raise UserError(
             f"the run {run_dir.name} has no log of process {rank}",
@@ -112,14 +112,11 @@ def _show_run(run_dir: Path, follow: bool, rank: int) -> int:
     return ExitCode.DONE
 
 
-def _rank_file(run_dir: Path, rank: int) -> Path:
-    return run_dir / "logs" / f"rank-{rank:04d}.log"
-
-
 def _file(record: "JobRecord", rank: int | None) -> Path:
+    from drawbar.launch.jobs.run_view import rank_log
     from drawbar.launch.launchers import launcher_of
 
-    return launcher_of(record).logs(record) if rank is None else _rank_file(Path(record.run_dir), rank)
+    return launcher_of(record).logs(record) if rank is None else rank_log(Path(record.run_dir), rank)
 
 
 def _follow(records: "Sequence[JobRecord]", output: Output) -> int:

@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from drawbar.config.io.fields import show
 from drawbar.config.io.load_config import script_of_run
@@ -14,7 +15,7 @@ from drawbar.errors import UserError
 from drawbar.launch.job_files import checkpoint_folders, plan_file
 from drawbar.launch.jobs.run_view import Progress, metric_value, read_run
 from drawbar.report.run_history import PACKED, TRAIN, RunHistory, RunMetrics, read_history, read_metrics
-from drawbar.util.run_dir import STATUS_FILE
+from drawbar.util.run_dir import STATUS_FILE, BestScore
 
 MOST_PREDICTIONS = 300
 """Records of a split that are shown."""
@@ -23,7 +24,6 @@ MOST_CHARACTERS = 2000
 """Characters of one value that are shown."""
 MOST_TEXT = 2_000_000
 """Characters of the predictions of one split."""
-T = TypeVar("T")
 _ROWS = re.compile(r"(\d+) samples in (\d+) rows")
 _TOKENS = re.compile(r".* ([\d,]+) tokens$")
 
@@ -73,29 +73,19 @@ class StoredEvaluation:
     """Lines that cannot be read."""
 
 
-def read_plan(run_dir: Path) -> StoredPlan | None:
-    """The run's plan; None where it was not planned.
-
-    Raises:
-        OSError: it is there, and cannot be read.
-        UserError: it is no plan.
-    """
-    path = plan_file(run_dir)
+def _read_plan(run_dir: Path, problems: list[str]) -> StoredPlan | None:
+    file = plan_file(run_dir)
+    values = _read_object(file, problems)
     try:
-        values = json.loads(path.read_text("utf-8"))
         return StoredPlan(str(values["strategy"]), int(values["peak"]), bool(values["fits"]), values.get("hours"))
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path.name} is no plan of a run",
-            where=str(path),
-            remedy="delete it: the next `drawbar submit` writes it anew",
-        ) from error
+    except (ValueError, KeyError, TypeError):
+        if values:
+            problems.append(f"{file}: {file.name} is no plan of a run")
+    return None
 
 
-def read_checkpoints(run_dir: Path, best_step: int | None, problems: list[str]) -> list[StoredCheckpoint]:
-    """The checkpoints, newest first. What is in them is not verified. Adds to ``problems`` what cannot be read."""
+def _read_checkpoints(run_dir: Path, best: BestScore | None, problems: list[str]) -> list[StoredCheckpoint]:
+    """The checkpoints, newest first. What is in them is not verified."""
     found = []
     for step, folder in checkpoint_folders(run_dir).items():
         try:
@@ -110,7 +100,7 @@ def read_checkpoints(run_dir: Path, best_step: int | None, problems: list[str]) 
                 step,
                 size,
                 completed,
-                is_best=step == best_step,
+                is_best=best is not None and step == best.step,
                 processes=processes if isinstance(processes, int) else None,
                 resolved=resolved if isinstance(resolved, dict) else {},
             )
@@ -118,9 +108,8 @@ def read_checkpoints(run_dir: Path, best_step: int | None, problems: list[str]) 
     return found[::-1]
 
 
-def read_evaluations(run_dir: Path, problems: list[str]) -> list[StoredEvaluation]:
-    """The newest evaluation of each split. Adds scores that cannot be read to ``problems``. Raises OSError where
-    predictions are there, and cannot be read."""
+def _read_evaluations(run_dir: Path, problems: list[str]) -> list[StoredEvaluation]:
+    """The newest evaluation of each split. Raises OSError where predictions are there, and cannot be read."""
     folder = run_dir / "eval"
     folders = sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
     return [_read_evaluation(entry, problems) for entry in folders]
@@ -173,33 +162,31 @@ def _with_prediction_early(columns: list[str]) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    """A value as text, shortened where it is very long."""
+    """A value as text; of a very long one its beginning, and how long it is."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return shortened(text)
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}… ({len(text):,} characters)"
 
 
-def shortened(text: str) -> str:
-    """The text; of a very long one its beginning, and how long it is."""
-    if len(text) <= MOST_CHARACTERS:
-        return text
-    return f"{text[:MOST_CHARACTERS]}… ({len(text):,} characters)"
+@contextmanager
+def _noting(problems: list[str]) -> Iterator[None]:
+    """Context for reading a file: if that fails, adds to ``problems`` why."""
+    try:
+        yield
+    except OSError as error:
+        problems.append(f"{error.filename}: {error.strerror}")
+    except UserError as error:
+        problems.append(f"{error.where}: {error.what}")
 
 
 def _read_object(file: Path, problems: list[str]) -> dict[str, Any]:
-    """The JSON object of a file; empty where there is none that can be read. Adds to ``problems`` why it cannot."""
-    try:
-        values = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        problems.append(f"{file}: {error.strerror}")
-        return {}
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
+    """The JSON object of a file; empty where there is none that can be read."""
+    with _noting(problems), suppress(FileNotFoundError):
+        text = file.read_bytes()
+        with suppress(ValueError, RecursionError):
+            if isinstance(values := json.loads(text), dict):
+                return values
         problems.append(f"{file}: {file.name} is damaged")
-        return {}
-    return values
+    return {}
 
 
 @dataclass
@@ -265,37 +252,22 @@ def read_recorded_run(folder: Path, max_buckets: int) -> RecordedRun:
     run = RecordedRun(folder, view.state, view.progress)
     if view.progress.run_state is None and (folder / STATUS_FILE).exists():
         run.problems.append(f"{folder / STATUS_FILE}: {STATUS_FILE} is damaged")
-    run.history = _read(run, RunHistory(), lambda: read_history(folder))
-    run.metrics = _read(run, RunMetrics(), lambda: read_metrics(folder, run.history, max_buckets))
-    best = None if view.progress.best is None else view.progress.best.step
-    run.checkpoints = read_checkpoints(folder, best, run.problems)
-    run.evaluations = _read(run, [], lambda: read_evaluations(folder, run.problems))
-    run.plan = _read(run, None, lambda: read_plan(folder))
-    run.settings = _read(run, {}, lambda: _settings(folder))
+    with _noting(run.problems):
+        run.history = read_history(folder)
+    with _noting(run.problems):
+        run.metrics = read_metrics(folder, run.history, max_buckets)
+    run.checkpoints = _read_checkpoints(folder, run.progress.best, run.problems)
+    with _noting(run.problems):
+        run.evaluations = _read_evaluations(folder, run.problems)
+    run.plan = _read_plan(folder, run.problems)
+    with _noting(run.problems), config_of_run(folder) as path:
+        run.settings = dict(_flatten(read_file(path).values))
     return run
 
 
-def _read(run: RecordedRun, otherwise: T, read: Callable[[], T]) -> T:
-    try:
-        return read()
-    except OSError as error:
-        run.problems.append(f"{error.filename}: {error.strerror}")
-    except UserError as error:
-        run.problems.append(f"{error.where}: {error.what}")
-    return otherwise
-
-
-def _settings(folder: Path) -> dict[str, str]:
-    with config_of_run(folder) as path:
-        values = read_file(path).values
-    found: dict[str, str] = {}
-    _flatten(values, "", found)
-    return found
-
-
-def _flatten(values: Mapping[str, Any], prefix: str, found: dict[str, str]) -> None:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            _flatten(value, f"{prefix}{name}.", found)
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = shortened(show(value))
+            yield f"{prefix}{name}", _text(show(value))

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drawbar.launch.jobs.records import JobEnd, JobRecord, explain, jobs_of
-from drawbar.launch.jobs.run_view import RunStatus, metric_value, parse_metrics_line
+from drawbar.launch.jobs.records import jobs_of, status_from_files
+from drawbar.launch.jobs.run_view import RunStatus, metric_value, parse_metrics_line, rank_log
 from drawbar.util.run_dir import METRICS_FILE
 
-LOG_FILE = "logs/rank-0000.log"
 MOST_EVENTS = 300
 """Events of a run that are kept: the newest."""
 _MOST_LINES = 30
@@ -92,7 +91,7 @@ def read_history(run_dir: Path) -> RunHistory:
     found = RunHistory()
     kept: deque[RunEvent] = deque(maxlen=MOST_EVENTS)
     total = 0
-    for when, level, text in _log_records(run_dir / LOG_FILE):
+    for when, level, text in _log_records(rank_log(run_dir, 0)):
         if match := _RESUMED.match(text):
             found.resumed.add(int(match.group(1)))
             found.resume_times.append(when)
@@ -154,14 +153,9 @@ def _job_events(run_dir: Path) -> Iterator[RunEvent]:
     for record in jobs_of(run_dir):
         size = f"{record.nodes} node{'s' * (record.nodes != 1)} × {record.processes} processes"
         yield RunEvent(record.time, "submitted", f"{record.launcher} job {record.number}: {size}")
-        end = JobEnd.read(record)
-        if end is not None:
-            yield RunEvent(end.time, "job ended", _describe_end(record, end))
-
-
-def _describe_end(record: JobRecord, end: JobEnd) -> str:
-    restarts = f", after {end.restarts} restart{'s' * (end.restarts != 1)}" if end.restarts else ""
-    return f"{record.launcher} job {record.number}: {explain(end.code) or 'done'}{restarts}"
+        job = status_from_files(record)
+        if job is not None and job.ended is not None:
+            yield RunEvent(job.ended, "job ended", f"{record.launcher} job {record.number}: {job.remarks or 'done'}")
 
 
 def _end(run_dir: Path) -> Iterator[RunEvent]:

@@ -314,7 +314,7 @@ def test_jobs_and_signals_are_events(project: Path, tmp_path: Path) -> None:
         log.write("2026-01-01 00:00:00,000 WARNING SIGTERM: saving at the end of this step\n")
     events = page_of(run).section("events")
     assert "slurm job 7: 2 nodes × 8 processes" in events
-    assert "slurm job 7: exit code 75: stopped; what there was to save is saved, after 1 restart" in events
+    assert "slurm job 7: exit code 75: stopped; what there was to save is saved; restarted 1 time" in events
     assert "signal" in events
 
 

@@ -215,6 +215,11 @@ def list_runs(folder: Path) -> list[RunView]:
     return sorted(found, key=lambda run: run.written or 0.0, reverse=True)
 
 
+def rank_log(folder: Path, rank: int) -> Path:
+    """The log that a process of the run writes itself."""
+    return folder / "logs" / f"rank-{rank:04d}.log"
+
+
 def parse_metrics_line(row: bytes) -> dict[str, Any] | None:
     """What a line of ``metrics.jsonl`` says; None of one that is damaged or was cut off."""
     try:
