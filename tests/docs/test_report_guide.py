@@ -6,9 +6,8 @@ from typing import get_args
 from made_up import write_data
 from pages import run_commands, write_files
 
-from drawbar.launch.jobs.run_list import SUBMITTED
-from drawbar.launch.jobs.run_status import RunState
-from drawbar.report import report_page, run_log, run_metrics, stored_results
+from drawbar.launch.jobs.run_view import STALE, SUBMITTED, UNKNOWN, RunState
+from drawbar.report import recorded_run, report_page, run_history
 
 PAGE = Path(__file__).parents[2] / "docs" / "report.md"
 
@@ -23,13 +22,13 @@ def test_every_command_runs(tmp_path: Path) -> None:
 
 def test_every_state_is_explained() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    for state in (*get_args(RunState), "stale", "unknown", SUBMITTED):
+    for state in (*get_args(RunState), STALE, UNKNOWN, SUBMITTED):
         assert f"| `{state}` | " in text
 
 
 def test_the_limits_are_those_of_the_program() -> None:
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
     assert f"at most {report_page.MOST_BUCKETS} buckets" in text
-    shown = f"At most {run_metrics.MOST_CURVES} metrics, {run_log.MOST_EVENTS} events and "
-    assert f"{shown}{stored_results.MOST_PREDICTIONS} predictions" in text
-    assert f"{stored_results.MOST_CHARACTERS:,} characters" in text
+    shown = f"At most {run_history.MOST_CURVES} metrics, {run_history.MOST_EVENTS} events and "
+    assert f"{shown}{recorded_run.MOST_PREDICTIONS} predictions" in text
+    assert f"{recorded_run.MOST_CHARACTERS:,} characters" in text

@@ -12,7 +12,7 @@ from conftest import make_project
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import ExitCode, UserError
-from drawbar.report.run_log import read_history
+from drawbar.report.run_history import read_history
 from harness import run_ranks, wait_until
 from runs import fit_in, metrics
 

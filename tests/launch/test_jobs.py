@@ -12,16 +12,14 @@ from pathlib import Path
 import pytest
 
 from drawbar.cli.cancel import describe_cancelled
+from drawbar.cli.logs import Output
 from drawbar.cli.resume import resumable_jobs
 from drawbar.cli.submission import SubmitRequest, prepare_job
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import LaunchSection, RunConfig
 from drawbar.errors import UserError
-from drawbar.launch.jobs.follow import Follower
-from drawbar.launch.jobs.job_status import JobStatus
-from drawbar.launch.jobs.progress import read_progress
-from drawbar.launch.jobs.records import JobEnd, JobRecord, append_records, find, read, run_file, user_file
-from drawbar.launch.jobs.run_status import write_run_status
+from drawbar.launch.jobs.records import JobEnd, JobRecord, JobStatus, append_records, find, read, run_file, user_file
+from drawbar.launch.jobs.run_view import read_run, write_run_status
 from drawbar.launch.slurm import allocation
 from drawbar.launch.slurm.allocation import Allocation
 from drawbar.launch.slurm.queue import COLUMNS, QueueEntry, expand, parse
@@ -210,8 +208,7 @@ def test_lost_nodes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_how_far_a_run_is(tmp_path: Path) -> None:
-    assert read_progress(tmp_path).step_of_total == ""
-    (tmp_path / "config.yaml").write_text("run:\n  name: 'train:'\ntrain:\n  global_batch: 8\n  steps: 12\neval: {}\n")
+    assert read_run(tmp_path).progress.step_of_total == ""
     rows = [
         {"step": 1, "time": 1000.0, "train/loss": 4.0, "train/tokens_per_second": 5.0, "train/epoch": 0.5},
         {"step": 2, "time": 1030.0, "train/loss": "nan", "train/tokens_per_second": 6.0, "train/epoch": 1.0},
@@ -223,48 +220,42 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
     for name in ("step-00000002", "step-00000004.tmp"):
         (checkpoints / name).mkdir(parents=True)
     (checkpoints / "best.json").write_text(BestScore(step=2, metric="loss", score=3.0).to_json())
-    found = read_progress(tmp_path)
-    assert (found.step_of_total, found.checkpoint, found.written) == ("2/12", 2, 1031.0)
+    found = read_run(tmp_path).progress
+    assert (found.step_of_total, found.checkpoint, found.written) == ("2", 2, 1031.0)
     assert found.loss != found.loss  # not a number
     assert found.best == BestScore(step=2, metric="loss", score=3.0)
-    assert not found.is_stale(1031.0 + 299)  # a line took 30 seconds
-    assert found.is_stale(1031.0 + 301)
+    view = read_run(tmp_path)  # a line took 30 seconds
+    assert [replace(view, looked=1031.0 + ago).is_silent for ago in (299, 301)] == [False, True]
 
     write_run_status(tmp_path, "training", 2, 20, started=1030.5)  # it stood still for 30 seconds, and was resumed
-    assert read_progress(tmp_path).patience < 300
+    assert read_run(tmp_path).progress.patience < 300
 
-    write_run_status(tmp_path, "stopped", 2, 20, started=0.0)  # a run of today says it itself
-    found = read_progress(tmp_path)
+    write_run_status(tmp_path, "stopped", 2, 20, started=0.0)
+    found = read_run(tmp_path).progress
     assert (found.run_state, found.step_of_total) == ("stopped", "2/20")
     (tmp_path / "status.json").write_text("{")
-    assert read_progress(tmp_path).step_of_total == "2/12"
-    (tmp_path / "status.json").unlink()
-
-    (tmp_path / "config.yaml").write_text("train:\n  steps: null\n  epochs: 2.5\n")
-    assert read_progress(tmp_path).step_of_total == "2/5"
-    (tmp_path / "config.yaml").write_text("train:\n  steps: [\n")
-    assert read_progress(tmp_path).step_of_total == "2"
+    assert read_run(tmp_path).progress.step_of_total == "2"
 
 
 def test_only_the_end_of_a_long_file_is_read(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step in range(20_000):
             file.write(json.dumps({"step": step, "time": 1.0, "train/loss": 1.0, "text": "é" * 10}) + "\n")
-    assert read_progress(tmp_path).step == 19_999
+    assert read_run(tmp_path).progress.step == 19_999
 
 
 def test_a_file_is_followed(tmp_path: Path) -> None:
     file = tmp_path / "log"
-    follower = Follower(file)
-    assert follower.read() == b""
+    output = Output({"log": file})
+    assert output.read("log") == b""
     file.write_bytes(b"one\n")
-    assert follower.read() == b"one\n"
-    assert follower.read() == b""
+    assert output.read("log") == b"one\n"
+    assert output.read("log") == b""
     with file.open("ab") as more:
         more.write(b"two")
-    assert follower.read() == b"two"
+    assert output.read("log") == b"two"
     file.write_bytes(b"new\n")  # shorter: begun anew
-    assert follower.read() == b"new\n"
+    assert output.read("log") == b"new\n"
 
 
 @pytest.mark.parametrize(
@@ -444,7 +435,7 @@ def test_a_sweep_in_an_allocation_is_refused(project: Path) -> None:
 
 
 def test_nothing_about_jobs_imports_torch() -> None:
-    modules = "cli.submission, drawbar.launch.jobs.job_status, drawbar.launch.jobs.progress, drawbar.launch.jobs.follow"
+    modules = "cli.submission, drawbar.launch.jobs.records, drawbar.launch.jobs.run_view"
     script = f"import sys, drawbar.{modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from drawbar.launch.jobs.records import JobEnd, JobRecord, append_records
-from drawbar.launch.jobs.run_list import list_runs
-from drawbar.launch.jobs.run_status import RunState, write_run_status
+from drawbar.launch.jobs.run_view import RunState, list_runs, write_run_status
 from drawbar.util.run_dir import LOCK_FILE
 from harness import run_cli
 from messages import check_one_message

@@ -16,10 +16,8 @@ import drawbar
 from drawbar.cli.resume import resumable_jobs
 from drawbar.errors import UserError
 from drawbar.launch.job import FOLDER
-from drawbar.launch.jobs.job_process import find_process, is_running, lock_job_file
-from drawbar.launch.jobs.job_status import LOST, RUNNING
-from drawbar.launch.jobs.records import JobEnd, JobRecord, append_records
-from drawbar.launch.ssh.ssh_launcher import UNKNOWN, SshLauncher
+from drawbar.launch.jobs.records import LOST, RUNNING, JobEnd, JobRecord, append_records
+from drawbar.launch.ssh.ssh_launcher import UNKNOWN, SshLauncher, find_process, is_running, lock_job_file
 from harness import Finished, run_cli, start_cli, wait_until
 from messages import check_one_message
 from sshd import Sshd

@@ -7,7 +7,7 @@ import click
 from drawbar.cli.complete_words import complete_run
 
 if TYPE_CHECKING:
-    from drawbar.launch.jobs.job_status import JobStatus
+    from drawbar.launch.jobs.records import JobStatus
 
 
 @click.command(
@@ -35,7 +35,7 @@ def cancel(what: str, grace: int) -> None:
     statuses = ask_status(find(what))
     active = [status for status in statuses if status.is_active]
     if not active:
-        said = "; ".join(f"{s.record.number}: {s.state} {s.remarks}".rstrip() for s in statuses)
+        said = "; ".join(f"{status.record.number}: {status.summary}" for status in statuses)
         raise UserError(
             f"there is nothing to cancel: {said}",
             where=what,
@@ -51,7 +51,7 @@ def describe_cancelled(status: "JobStatus") -> str:
     from pathlib import Path
 
     from drawbar.errors import ExitCode
-    from drawbar.launch.jobs.restart_count import newest_step
+    from drawbar.launch.job import newest_step
 
     record = status.record
     job = f"job {record.number} of {record.run_dir}"

@@ -1,16 +1,17 @@
 """``drawbar logs``."""
 
+import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
 from drawbar.cli.complete_words import complete_run
 
 if TYPE_CHECKING:
-    from drawbar.launch.jobs.follow import Output
-    from drawbar.launch.jobs.job_status import JobStatus
     from drawbar.launch.jobs.records import JobRecord
 
 
@@ -34,108 +35,111 @@ With -f the exit code is that of the job; Ctrl-C ends the looking, and not the j
 def logs(what: str, follow: bool, rank: int | None) -> int:
     """Show the log of a job, or of a run that was trained without one."""
     from drawbar.errors import UserError
-    from drawbar.launch.jobs.follow import Follower, Output
-    from drawbar.launch.jobs.records import NotSubmitted, find
+    from drawbar.launch.jobs.records import find_run
     from drawbar.launch.launchers import ask_status
 
-    try:
-        records = find(what)
-    except NotSubmitted as run:
-        return _show_run(run.run_dir, follow, rank or 0)
-    files = {record.number: _file(record, rank) for record in records}
-    output = Output({number: Follower(file) for number, file in files.items()})
+    folder, records = find_run(what)
+    if not records:
+        return _show_run(folder, follow, rank or 0)
+    output = Output({record.number: _file(record, rank) for record in records})
     if follow:
         return _follow(records, output)
-    if not [number for number in files if output.show(number)]:
+    if not [record for record in records if output.show(record.number)]:
         status = ask_status(records)[0]
         raise UserError(
-            f"job {status.record.number} has no log yet: {status.state} {status.remarks}",
-            where=str(files[status.record.number]),
+            f"job {status.record.number} has no log yet: {status.summary}",
+            where=str(output.files[status.record.number]),
             remedy="wait until it has begun; with -f this command does so",
         )
     return 0
 
 
+@dataclass
+class Output:
+    """Several files that grow, each by its key in ``files``: a file may not exist yet, and is read again from its start
+    where it has shrunk."""
+
+    files: dict[str, Path]
+    _streams: dict[str, BinaryIO] = field(default_factory=dict)
+    _last: str | None = None
+
+    def show(self, name: str) -> bool:
+        """Print what is new in a file, as ``tail -f`` prints several. Returns whether there was anything new."""
+        text = self.read(name)
+        if not text:
+            return False
+        if len(self.files) > 1 and self._last != name:
+            print(f"==> {name} <==" if self._last is None else f"\n==> {name} <==", flush=True)
+        self._last = name
+        sys.stdout.buffer.write(text)
+        sys.stdout.flush()
+        return True
+
+    def read(self, name: str) -> bytes:
+        """What was appended to a file since the last read."""
+        file = self.files[name]
+        try:
+            if name not in self._streams:
+                self._streams[name] = file.open("rb")
+            elif file.stat().st_size < self._streams[name].tell():
+                self._streams[name].seek(0)
+        except OSError:
+            return b""
+        return self._streams[name].read()
+
+
 def _show_run(run_dir: Path, follow: bool, rank: int) -> int:
     """The log that a process of the run writes itself; with ``follow`` until nobody trains the run."""
     from drawbar.errors import ExitCode, UserError
-    from drawbar.launch.jobs.follow import POLL_SECONDS, Follower, Output
-    from drawbar.launch.jobs.progress import read_progress
-    from drawbar.launch.jobs.run_status import is_locked
+    from drawbar.launch.jobs.run_view import rank_log, read_run
+    from drawbar.launch.launchers import POLL_SECONDS
 
-    file = _rank_file(run_dir, rank)
+    file = rank_log(run_dir, rank)
     if not follow and not file.is_file():
         raise UserError(
             f"the run {run_dir.name} has no log of process {rank}",
             where=str(file),
             remedy="see the folder logs/ of the run for those it has; a run writes its log when it begins to train",
         )
-    output = Output({run_dir.name: Follower(file)})
+    output = Output({run_dir.name: file})
     output.show(run_dir.name)
     while follow:
-        state = read_progress(run_dir).state(run_dir, time.time())
-        is_over = state != "training" and not is_locked(run_dir)
+        view = read_run(run_dir)
         output.show(run_dir.name)  # after the look at its state: all that an ended run has written
-        if is_over:
-            return ExitCode.DONE if state == "complete" else ExitCode.FAILED
+        if view.is_over:
+            return ExitCode.DONE if view.state == "complete" else ExitCode.FAILED
         time.sleep(POLL_SECONDS)
     return ExitCode.DONE
 
 
-def _rank_file(run_dir: Path, rank: int) -> Path:
-    return run_dir / "logs" / f"rank-{rank:04d}.log"
-
-
 def _file(record: "JobRecord", rank: int | None) -> Path:
+    from drawbar.launch.jobs.run_view import rank_log
     from drawbar.launch.launchers import launcher_of
 
-    return launcher_of(record).logs(record) if rank is None else _rank_file(Path(record.run_dir), rank)
+    return launcher_of(record).logs(record) if rank is None else rank_log(Path(record.run_dir), rank)
 
 
-def _follow(records: "list[JobRecord]", output: "Output") -> int:
+def _follow(records: "Sequence[JobRecord]", output: Output) -> int:
     """Until all jobs have ended; the exit code of the first that failed."""
-    from drawbar.launch.jobs.follow import ASK_SECONDS, POLL_SECONDS
-    from drawbar.launch.jobs.job_status import PENDING
-    from drawbar.launch.jobs.records import JobEnd
+    from drawbar.launch.jobs.records import PENDING
+    from drawbar.launch.launchers import POLL_SECONDS, FollowedJobs
 
-    waiting, codes, asked, told = list(records), dict.fromkeys((record.number for record in records), 0), 0.0, ""
-    ends: dict[str, JobEnd | None] = {}
-    while waiting:
-        has_ended = any(JobEnd.read(record) != ends.get(record.number) for record in waiting)
-        ends = {record.number: JobEnd.read(record) for record in waiting}
-        if has_ended or time.monotonic() - asked >= ASK_SECONDS:
-            statuses = _ask(waiting)
-            asked = time.monotonic()
-            waits = "; ".join(f"{s.record.number} {s.detail}" for s in statuses if s.state == PENDING)
-            if waits != told:
-                if waits or any(status.is_active for status in statuses):
-                    click.echo(f"job {waits}" if waits else "the job has begun", err=True)
-                told = waits
-            for status in statuses:
-                output.show(status.record.number)
-                if not status.is_active:
-                    codes[status.record.number] = status.code if status.code is not None else 1
-                    click.echo(f"job {status.record.number}: {status.state} {status.remarks}".rstrip(), err=True)
-            waiting = [status.record for status in statuses if status.is_active]
-        for record in waiting:
-            output.show(record.number)
-        if waiting:
-            time.sleep(POLL_SECONDS)
-    return next((code for code in codes.values() if code), 0)
-
-
-def _ask(records: "list[JobRecord]") -> "list[JobStatus]":
-    """The jobs' status. Asks again, for up to five minutes, while a scheduler does not answer."""
-    from drawbar.errors import UserError
-    from drawbar.launch.jobs.follow import ASK_SECONDS, PATIENCE
-    from drawbar.launch.launchers import ask_status
-
-    end = time.monotonic() + PATIENCE
+    jobs, codes = FollowedJobs(records), dict.fromkeys((record.number for record in records), 0)
+    told = trouble = ""
     while True:
-        try:
-            return ask_status(records)
-        except UserError as error:
-            if time.monotonic() > end or isinstance(error.__cause__, FileNotFoundError):
-                raise
-            click.echo(f"{error.what}; asking again", err=True)
-            time.sleep(ASK_SECONDS)
+        statuses = jobs.ask()
+        if jobs.trouble != trouble:
+            trouble = jobs.trouble
+            click.echo(f"{trouble}; asking again" if trouble else "the scheduler answers again", err=True)
+        waits = "; ".join(f"{status.record.number} {status.detail}" for status in statuses if status.state == PENDING)
+        if waits != told and (waits or any(status.is_active for status in statuses)):
+            click.echo(f"job {waits}" if waits else "the job has begun", err=True)
+        told = waits
+        for record in jobs.records:  # after the question: all that an ended job has written
+            output.show(record.number)
+        for status in jobs.drop_ended():
+            codes[status.record.number] = status.code if status.code is not None else 1
+            click.echo(f"job {status.record.number}: {status.summary}", err=True)
+        if not jobs.records:
+            return next((code for code in codes.values() if code), 0)
+        time.sleep(POLL_SECONDS)

@@ -10,8 +10,7 @@ import click
 from drawbar.cli.complete_words import complete_run, complete_settings
 
 if TYPE_CHECKING:
-    from drawbar.launch.jobs.job_status import JobStatus
-    from drawbar.launch.jobs.records import JobRecord
+    from drawbar.launch.jobs.records import JobRecord, JobStatus
     from drawbar.tasks.task import Task
 
 
@@ -95,7 +94,7 @@ def resumable_jobs(what: str, statuses: "list[JobStatus]", settings: tuple[str, 
     for status in statuses:
         if status.is_active:
             raise UserError(
-                f"job {status.record.number} has not ended: {status.state} {status.remarks}".rstrip(),
+                f"job {status.record.number} has not ended: {status.summary}",
                 where=what,
                 remedy=f"wait for it (`drawbar logs {what} -f`), or end it with `drawbar cancel {what}`",
             )

@@ -1,13 +1,12 @@
 """``drawbar runs``."""
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
-    from drawbar.launch.jobs.run_list import ListedRun
+    from drawbar.launch.jobs.run_view import RunView
 
 
 @click.command(
@@ -31,7 +30,7 @@ def runs(folder: Path, as_json: bool) -> None:
     """List the runs in DIR (by default runs/), those that wrote something last first."""
     import json
 
-    from drawbar.launch.jobs.run_list import list_runs
+    from drawbar.launch.jobs.run_view import list_runs
     from drawbar.tracking.table import print_table
 
     found = list_runs(folder)
@@ -40,13 +39,12 @@ def runs(folder: Path, as_json: bool) -> None:
             click.echo(json.dumps(_values(run)))
     elif found:
         columns = ["run", "state", "step", "loss", "best", "written", "host or job"]
-        now = time.time()
-        print_table(f"Runs in {folder}", columns, [_row(run, now) for run in found], left=2)
+        print_table(f"Runs in {folder}", columns, [_row(run) for run in found], left=2)
     else:
         click.echo(f"no runs in {folder}")
 
 
-def _row(run: "ListedRun", now: float) -> list[str]:
+def _row(run: "RunView") -> list[str]:
     from drawbar.tracking.lines import duration, number
 
     progress = run.progress
@@ -57,12 +55,12 @@ def _row(run: "ListedRun", now: float) -> list[str]:
         progress.step_of_total,
         "" if progress.loss is None else number(progress.loss),
         best,
-        "" if run.written is None else f"{duration(max(0.0, now - run.written))} ago",
-        run.place,
+        "" if run.written is None else f"{duration(max(0.0, run.looked - run.written))} ago",
+        run.host or "" if run.job is None else f"{run.job.launcher} {run.job.number}",
     ]
 
 
-def _values(run: "ListedRun") -> dict[str, Any]:
+def _values(run: "RunView") -> dict[str, Any]:
     from drawbar.cli.status import progress_values
 
     return {

@@ -1,6 +1,5 @@
 """``drawbar status``."""
 
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +9,10 @@ import click
 from drawbar.cli.complete_words import complete_run
 
 if TYPE_CHECKING:
-    from drawbar.launch.jobs.job_status import JobStatus
-    from drawbar.launch.jobs.progress import LoggedProgress
+    from collections.abc import Iterator
+
+    from drawbar.launch.jobs.records import JobStatus
+    from drawbar.launch.jobs.run_view import Progress, RunView
 
 
 @click.command(
@@ -35,83 +36,68 @@ def status(what: str, as_json: bool) -> None:
     """
     import json
 
-    from drawbar.launch.jobs.progress import read_progress
+    from drawbar.launch.jobs.records import find_run
+    from drawbar.launch.jobs.run_view import read_run
+    from drawbar.launch.launchers import ask_status
 
-    for index, (folder, job) in enumerate(find_runs(what)):
-        progress = read_progress(folder)
+    folder, records = find_run(what)
+    jobs = ask_status(records)
+    views = [read_run(Path(job.record.run_dir), job) for job in jobs] or [read_run(folder)]
+    for index, view in enumerate(views):
         if as_json:
-            click.echo(json.dumps(_values(folder, job, progress)))
+            click.echo(json.dumps(_values(view)))
             continue
         if index:
             click.echo()
-        for name, text in _lines(folder, job, progress):
+        for name, text in _lines(view):
             click.echo(f"{name:<11} {text}")
 
 
-def find_runs(what: str) -> "list[tuple[Path, JobStatus | None]]":
-    """The folders of the runs that a user means, each with its newest job. Raises UserError where there is none."""
-    from drawbar.launch.jobs.records import NotSubmitted, find
-    from drawbar.launch.launchers import ask_status
-
-    try:
-        records = find(what)
-    except NotSubmitted as run:
-        return [(run.run_dir, None)]
-    return [(Path(job.record.run_dir), job) for job in ask_status(records)]
-
-
-def _lines(folder: Path, job: "JobStatus | None", progress: "LoggedProgress") -> list[tuple[str, str]]:
-    from drawbar.launch.jobs.job_status import RUNNING
+def _lines(view: "RunView") -> "Iterator[tuple[str, str]]":
+    from drawbar.launch.jobs.records import RUNNING
     from drawbar.launch.launchers import launcher_of
     from drawbar.tracking.lines import duration, number, speed
 
-    now = time.time()
-    lines = [("run", str(folder))]
+    progress, job = view.progress, view.job_status
+    yield "run", str(view.folder)
     if job is not None:
-        record = job.record
-        lines.append(("job", f"{record.number}: {', '.join(filter(None, (job.state, job.remarks)))}"))
+        yield "job", f"{job.record.number}: {', '.join(filter(None, (job.state, job.remarks)))}"
         if job.clock:
-            lines.append(("time", job.clock))
+            yield "time", job.clock
     if progress.run_state is not None:
-        lines.append(("state", progress.state(folder, now) if job is None else progress.run_state))
-    if progress.step is None:
-        lines.append(("step", "none yet"))
-    else:
-        lines.append(("step", progress.step_of_total))
+        yield "state", view.state
+    yield "step", progress.step_of_total or "none yet"
     if progress.loss is not None:
-        lines.append(("loss", number(progress.loss)))
+        yield "loss", number(progress.loss)
     if (rate := speed(progress.rates)) is not None:
-        lines.append(("speed", rate))
-    if progress.best is not None:
-        best = progress.best
-        lines.append(("best", f"{best.metric} {number(best.score)} at step {best.step}"))
+        yield "speed", rate
+    if (best := progress.best) is not None:
+        yield "best", f"{best.metric} {number(best.score)} at step {best.step}"
     if progress.checkpoint is not None:
-        lines.append(("checkpoint", f"step {progress.checkpoint}"))
-    if progress.written is not None:
-        ago = f"{duration(max(0.0, now - progress.written))} ago"
-        is_running = progress.run_state == "training" if job is None else job.state == RUNNING
-        is_silent = is_running and progress.is_stale(now)
-        lines.append(("written", ago + (": it should have written since; see its log" if is_silent else "")))
+        yield "checkpoint", f"step {progress.checkpoint}"
+    if view.ago is not None:
+        should_train = progress.run_state == "training" if job is None else job.state == RUNNING
+        late = ": it should have written since; see its log" if should_train and view.is_silent else ""
+        yield "written", f"{duration(view.ago)} ago{late}"
     if job is not None:
         record = job.record
-        if record.code is not None or record.snapshot is not None:
-            copy = f"a copy in {record.snapshot}" if record.snapshot else ""
-            lines.append(("code", ", ".join(filter(None, (record.code, copy)))))
-        lines.append(("log", str(launcher_of(record).logs(record))))
-    return lines
+        copy = f"a copy in {record.snapshot}" if record.snapshot else None
+        if code := ", ".join(filter(None, (record.code, copy))):
+            yield "code", code
+        yield "log", str(launcher_of(record).logs(record))
 
 
-def _values(folder: Path, job: "JobStatus | None", progress: "LoggedProgress") -> dict[str, Any]:
+def _values(view: "RunView") -> dict[str, Any]:
     return {
-        "run": folder.name,
-        "folder": str(folder),
-        "job": None if job is None else _job_values(job),
-        "state": progress.state(folder, time.time()),
-        "progress": progress_values(progress),
+        "run": view.folder.name,
+        "folder": str(view.folder),
+        "job": None if view.job_status is None else _job_values(view.job_status),
+        "state": view.state,
+        "progress": progress_values(view.progress),
     }
 
 
-def progress_values(progress: "LoggedProgress") -> dict[str, Any]:
+def progress_values(progress: "Progress") -> dict[str, Any]:
     """The progress of a run for JSON; numbers that are not finite are texts, as in ``metrics.jsonl``."""
     from drawbar.util.strict_json import json_number
 

@@ -216,7 +216,7 @@ def _notes_of_active_jobs(run_dir: Path) -> list[str]:
     except UserError:  # the scheduler does not answer; the run directory's lock keeps two runs apart
         return []
     return [
-        f"job {status.record.number} of this run has not ended ({f'{status.state} {status.remarks}'.rstrip()}): "
+        f"job {status.record.number} of this run has not ended ({status.summary}): "
         "the new one is refused if it starts before that"
         for status in statuses
         if status.is_active

@@ -17,7 +17,7 @@ from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.errors import UserError
 from drawbar.evaluation.scoring import Split, evaluate, predict
 from drawbar.evaluation.text_generation import Prompt, Sampling, generate_text
-from drawbar.launch.jobs.progress import parse_metrics_line
+from drawbar.launch.jobs.run_view import parse_metrics_line
 from drawbar.tasks.batch import PredictFunction
 from drawbar.tasks.encoder import TaskEncoder
 from drawbar.tasks.task import Task

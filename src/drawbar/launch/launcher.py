@@ -12,8 +12,7 @@ from pathlib import Path
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.launch.job import Job, make_job
-from drawbar.launch.jobs.job_status import JobStatus
-from drawbar.launch.jobs.records import JobRecord
+from drawbar.launch.jobs.records import JobRecord, JobStatus
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,22 @@
 """The launchers by name: those of drawbar, and those of other packages (entry points ``drawbar.launchers``)."""
 
-from collections.abc import Iterable
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from drawbar.config.io.user_modules import cause
 from drawbar.errors import UserError
-from drawbar.launch.jobs.job_status import UNKNOWN, JobStatus, status_from_files
-from drawbar.launch.jobs.records import JobRecord
+from drawbar.launch.jobs.records import UNKNOWN, JobEnd, JobRecord, JobStatus, status_from_files
 from drawbar.launch.launcher import Launcher
 from drawbar.util.registry import Registry
 
+POLL_SECONDS = 0.5
+"""Between two looks at the files of a job that is followed."""
+ASK_SECONDS = 5.0
+"""Between two questions to a scheduler, whose controller serves all users."""
+PATIENCE = 300.0
+"""Seconds that a scheduler may be out of reach while somebody follows a job."""
 LAUNCHERS: Registry[type[Launcher]] = Registry("launcher", "drawbar.launchers")
 LAUNCHERS.register_lazy("slurm", "drawbar.launch.slurm.slurm_launcher:SlurmLauncher")
 LAUNCHERS.register_lazy("ssh", "drawbar.launch.ssh.ssh_launcher:SshLauncher")
@@ -65,3 +73,40 @@ def ask_status_where_possible(records: Iterable[JobRecord]) -> tuple[list[JobSta
             ]
         found.update(zip(own, statuses, strict=True))
     return [found[record] for record in wanted], errors
+
+
+@dataclass
+class FollowedJobs:
+    """Jobs that somebody follows. Their launchers are asked every few seconds, and at once when a job writes how it
+    ended."""
+
+    records: Sequence[JobRecord]
+    statuses: Sequence[JobStatus] = ()
+    """The newest answer."""
+    trouble: str = ""
+    """Why the newest question had no answer."""
+    _ends: Sequence[JobEnd | None] = ()
+    _asked: float = -math.inf
+    _answered: float = field(default_factory=time.monotonic)
+
+    def ask(self) -> Sequence[JobStatus]:
+        """The newest answer; none before the first one. Raises UserError if there has been none for ``PATIENCE``
+        seconds, or the scheduler's commands are not installed here."""
+        now, ends = time.monotonic(), [JobEnd.read(record) for record in self.records]
+        if now - self._asked < ASK_SECONDS and ends == self._ends:
+            return self.statuses
+        self._asked, self._ends = now, ends
+        try:
+            self.statuses, self.trouble, self._answered = ask_status(self.records), "", now
+        except UserError as error:
+            if now - self._answered > PATIENCE or isinstance(error.__cause__, FileNotFoundError):
+                raise
+            self.trouble = error.what
+        return self.statuses
+
+    def drop_ended(self) -> list[JobStatus]:
+        """Follow those that have ended no longer. Returns how they ended."""
+        ended = [status for status in self.statuses if not status.is_active]
+        self.statuses = [status for status in self.statuses if status.is_active]
+        self.records = [record for record in self.records if record not in [status.record for status in ended]]
+        return ended

@@ -79,7 +79,7 @@ def parity(
     """
     from drawbar.cli.arguments import check_training, load
     from drawbar.parity.parity_page import render_parity
-    from drawbar.report.page_file import check_plotly, check_target, write_page
+    from drawbar.report.page import check_plotly, check_target, write_page
     from drawbar.util.torch_imports import quick_imports
 
     loaded = load(arguments, task)

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drawbar.launch.jobs.progress import metric_value
-from drawbar.report.page_figure import PageFigure, PlottedCurve, curve_name, significant, with_ids
-from drawbar.report.page_file import render_page
+from drawbar.launch.jobs.run_view import metric_value
+from drawbar.report.page import PageFigure, PlottedCurve, curve_name, render_page, significant, with_ids
 
 _DECADES_BELOW = 6
 _DECADES_ABOVE = 2

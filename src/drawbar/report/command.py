@@ -39,7 +39,7 @@ def report(runs: tuple[str, ...], target: Path | None, show: bool) -> None:
     any other file is not.
     """
     from drawbar.config.io.source import run_folder
-    from drawbar.report.page_file import check_plotly, check_target
+    from drawbar.report.page import check_plotly, check_target
     from drawbar.report.report_page import write_report
 
     folders = list(dict.fromkeys(run_folder(run) for run in runs))

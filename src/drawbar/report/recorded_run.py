@@ -1,35 +1,193 @@
 """``RecordedRun``: the data of one run for a report, from the files in its directory."""
 
+import json
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from drawbar.config.io.fields import show
 from drawbar.config.io.load_config import script_of_run
 from drawbar.config.io.source import config_of_run, read_file
 from drawbar.errors import UserError
-from drawbar.launch.jobs.progress import LoggedProgress, read_progress
-from drawbar.launch.jobs.run_status import RunStatus
-from drawbar.report.run_log import PACKED, TRAIN, RunHistory, read_history
-from drawbar.report.run_metrics import RunMetrics, read_metrics
-from drawbar.report.stored_results import (
-    StoredCheckpoint,
-    StoredEvaluation,
-    StoredPlan,
-    read_checkpoints,
-    read_evaluations,
-    read_plan,
-    shortened,
-)
+from drawbar.launch.job import checkpoint_folders, plan_file
+from drawbar.launch.jobs.run_view import Progress, metric_value, read_run
+from drawbar.report.run_history import PACKED, TRAIN, RunHistory, RunMetrics, read_history, read_metrics
+from drawbar.util.best_score import BestScore
 from drawbar.util.run_dir import STATUS_FILE
 
-T = TypeVar("T")
-
+MOST_PREDICTIONS = 300
+"""Records of a split that are shown."""
+MOST_COLUMNS = 12
+MOST_CHARACTERS = 2000
+"""Characters of one value that are shown."""
+MOST_TEXT = 2_000_000
+"""Characters of the predictions of one split."""
 _ROWS = re.compile(r"(\d+) samples in (\d+) rows")
 _TOKENS = re.compile(r".* ([\d,]+) tokens$")
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint as it lies on the disk."""
+
+    step: int
+    size: int
+    """Bytes."""
+    time: float
+    """When it was completed, in seconds since 1970."""
+    is_best: bool
+    processes: int | None
+    """How many processes saved it."""
+    resolved: Mapping[str, Any]
+    """The dtypes and ways of computing that the run began with (``formats`` in ``state.json``):
+    ``{"padding_free": True, …}``."""
+
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """What a run was planned to take before it was submitted."""
+
+    strategy: str
+    peak: int
+    """Bytes of the rank that takes most."""
+    fits: bool
+    hours: float | None
+
+
+@dataclass
+class StoredEvaluation:
+    """Scores and predictions of one split: a folder of ``eval/``."""
+
+    split: str
+    scores: dict[str, float] = field(default_factory=dict)
+    step: int | None = None
+    records: int | None = None
+    columns: list[str] = field(default_factory=list)
+    rows: list[list[str]] = field(default_factory=list)
+    """The first predictions, each with one text per column."""
+    has_more: bool = False
+    """Whether the file holds more records."""
+    damaged: int = 0
+    """Lines that cannot be read."""
+
+
+def _read_plan(run_dir: Path, problems: list[str]) -> StoredPlan | None:
+    file = plan_file(run_dir)
+    values = _read_object(file, problems)
+    try:
+        return StoredPlan(str(values["strategy"]), int(values["peak"]), bool(values["fits"]), values.get("hours"))
+    except (ValueError, KeyError, TypeError):
+        if values:
+            problems.append(f"{file}: {file.name} is no plan of a run")
+    return None
+
+
+def _read_checkpoints(run_dir: Path, best: BestScore | None, problems: list[str]) -> list[StoredCheckpoint]:
+    """The checkpoints, newest first. What is in them is not verified."""
+    found = []
+    for step, folder in checkpoint_folders(run_dir).items():
+        try:
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            completed = folder.stat().st_mtime
+        except OSError:  # it is being rotated out
+            continue
+        state = _read_object(folder / "state.json", problems)
+        processes, resolved = state.get("world_size"), state.get("formats")
+        found.append(
+            StoredCheckpoint(
+                step,
+                size,
+                completed,
+                is_best=best is not None and step == best.step,
+                processes=processes if isinstance(processes, int) else None,
+                resolved=resolved if isinstance(resolved, dict) else {},
+            )
+        )
+    return found[::-1]
+
+
+def _read_evaluations(run_dir: Path, problems: list[str]) -> list[StoredEvaluation]:
+    """The newest evaluation of each split. Raises OSError where predictions are there, and cannot be read."""
+    folder = run_dir / "eval"
+    folders = sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+    return [_read_evaluation(entry, problems) for entry in folders]
+
+
+def _read_evaluation(folder: Path, problems: list[str]) -> StoredEvaluation:
+    values = _read_object(folder / "scores.json", problems)
+    step, records = values.pop("step", None), values.pop("records", None)
+    scores = {name: number for name, value in values.items() if (number := metric_value(value)) is not None}
+    found = StoredEvaluation(folder.name, scores, step, records)
+    kept: list[dict[str, Any]] = []
+    for record in _predictions(folder / "predictions.jsonl", found):
+        found.columns += [name for name in record if name not in found.columns]
+        kept.append(record)
+    found.columns = _with_prediction_early(found.columns)[:MOST_COLUMNS]
+    found.rows = [[_text(record[name]) if name in record else "" for name in found.columns] for record in kept]
+    return found
+
+
+def _predictions(file: Path, found: StoredEvaluation) -> Iterator[dict[str, Any]]:
+    """The first records of a file. Sets ``found.has_more`` if there are others, and counts unreadable lines in
+    ``found.damaged``."""
+    try:
+        stream = file.open("rb")
+    except FileNotFoundError:
+        return
+    count = characters = 0
+    with stream:
+        for row in stream:
+            if count >= MOST_PREDICTIONS or characters > MOST_TEXT:
+                found.has_more = True
+                return
+            try:
+                record = json.loads(row)
+            except (ValueError, RecursionError):
+                record = None
+            if not isinstance(record, dict):
+                found.damaged += 1
+                continue
+            count += 1
+            characters += sum(min(len(_text(value)), MOST_CHARACTERS) for value in record.values())
+            yield record
+
+
+def _with_prediction_early(columns: list[str]) -> list[str]:
+    """The columns in the file's order; where there are too many to show all, ``id`` and ``prediction`` come first."""
+    first = [name for name in ("id", "prediction") if name in columns]
+    rest = [name for name in columns if name not in first]
+    return [*first, *rest] if len(columns) > MOST_COLUMNS else columns
+
+
+def _text(value: Any) -> str:
+    """A value as text; of a very long one its beginning, and how long it is."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}… ({len(text):,} characters)"
+
+
+@contextmanager
+def _noting(problems: list[str]) -> Iterator[None]:
+    """Context for reading a file: if that fails, adds to ``problems`` why."""
+    try:
+        yield
+    except OSError as error:
+        problems.append(f"{error.filename}: {error.strerror}")
+    except UserError as error:
+        problems.append(f"{error.where}: {error.what}")
+
+
+def _read_object(file: Path, problems: list[str]) -> dict[str, Any]:
+    """The JSON object of a file; empty where there is none that can be read."""
+    with _noting(problems), suppress(FileNotFoundError):
+        text = file.read_bytes()
+        with suppress(ValueError, RecursionError):
+            if isinstance(values := json.loads(text), dict):
+                return values
+        problems.append(f"{file}: {file.name} is damaged")
+    return {}
 
 
 @dataclass
@@ -38,8 +196,8 @@ class RecordedRun:
 
     folder: Path
     state: str
-    """See ``LoggedProgress.state``."""
-    progress: LoggedProgress
+    """See ``RunView.state``."""
+    progress: Progress
     metrics: RunMetrics = field(default_factory=RunMetrics)
     history: RunHistory = field(default_factory=RunHistory)
     checkpoints: Sequence[StoredCheckpoint] = ()
@@ -91,41 +249,26 @@ def read_recorded_run(folder: Path, max_buckets: int) -> RecordedRun:
     Args:
         max_buckets: the largest number of buckets of each curve.
     """
-    progress = read_progress(folder)
-    run = RecordedRun(folder, progress.state(folder, time.time()), progress)
-    if RunStatus.read(folder) is None and (folder / STATUS_FILE).exists():
+    view = read_run(folder)
+    run = RecordedRun(folder, view.state, view.progress)
+    if view.progress.run_state is None and (folder / STATUS_FILE).exists():
         run.problems.append(f"{folder / STATUS_FILE}: {STATUS_FILE} is damaged")
-    run.history = _read(run, RunHistory(), lambda: read_history(folder))
-    run.metrics = _read(run, RunMetrics(), lambda: read_metrics(folder, run.history, max_buckets))
-    best = None if progress.best is None else progress.best.step
-    run.checkpoints = read_checkpoints(folder, best, run.problems)
-    run.evaluations = _read(run, [], lambda: read_evaluations(folder, run.problems))
-    run.plan = _read(run, None, lambda: read_plan(folder))
-    run.settings = _read(run, {}, lambda: _settings(folder))
+    with _noting(run.problems):
+        run.history = read_history(folder)
+    with _noting(run.problems):
+        run.metrics = read_metrics(folder, run.history, max_buckets)
+    run.checkpoints = _read_checkpoints(folder, run.progress.best, run.problems)
+    with _noting(run.problems):
+        run.evaluations = _read_evaluations(folder, run.problems)
+    run.plan = _read_plan(folder, run.problems)
+    with _noting(run.problems), config_of_run(folder) as path:
+        run.settings = dict(_flatten(read_file(path).values))
     return run
 
 
-def _read(run: RecordedRun, otherwise: T, read: Callable[[], T]) -> T:
-    try:
-        return read()
-    except OSError as error:
-        run.problems.append(f"{error.filename}: {error.strerror}")
-    except UserError as error:
-        run.problems.append(f"{error.where}: {error.what}")
-    return otherwise
-
-
-def _settings(folder: Path) -> dict[str, str]:
-    with config_of_run(folder) as path:
-        values = read_file(path).values
-    found: dict[str, str] = {}
-    _flatten(values, "", found)
-    return found
-
-
-def _flatten(values: Mapping[str, Any], prefix: str, found: dict[str, str]) -> None:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            _flatten(value, f"{prefix}{name}.", found)
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = shortened(show(value))
+            yield f"{prefix}{name}", _text(show(value))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawbar.report.curve import Curve
+from drawbar.report.run_history import Curve
 
 values = st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=200)
 

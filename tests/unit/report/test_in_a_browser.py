@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from drawbar.launch.jobs.run_status import write_run_status
+from drawbar.launch.jobs.run_view import write_run_status
 from drawbar.parity.parity_page import render_parity
 from drawbar.report.report_page import write_report
 from parity_reports import parity_report

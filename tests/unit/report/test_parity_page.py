@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from drawbar.parity.parity_page import bar_share, exceeds, render_parity, shown
-from drawbar.report.page_file import MARKER
+from drawbar.report.page import MARKER
 from harness import run_cli
 from messages import check_one_message
 from parity_reports import STEPS, parity_report

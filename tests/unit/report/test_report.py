@@ -11,10 +11,10 @@ import pytest
 
 from conftest import make_project
 from drawbar.launch.jobs.records import JobEnd, JobRecord, append_records
-from drawbar.launch.jobs.run_status import write_run_status
-from drawbar.report.page_file import MARKER
+from drawbar.launch.jobs.run_view import write_run_status
+from drawbar.report.page import MARKER
 from drawbar.report.report_page import write_report
-from drawbar.report.run_log import read_history
+from drawbar.report.run_history import read_history
 from drawbar.util.run_dir import LOCK_FILE
 from harness import Finished, run_cli
 from messages import check_one_message
@@ -314,7 +314,7 @@ def test_jobs_and_signals_are_events(project: Path, tmp_path: Path) -> None:
         log.write("2026-01-01 00:00:00,000 WARNING SIGTERM: saving at the end of this step\n")
     events = page_of(run).section("events")
     assert "slurm job 7: 2 nodes × 8 processes" in events
-    assert "slurm job 7: exit code 75: stopped; what there was to save is saved, after 1 restart" in events
+    assert "slurm job 7: exit code 75: stopped; what there was to save is saved; restarted 1 time" in events
     assert "signal" in events
 
 

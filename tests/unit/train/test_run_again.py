@@ -18,7 +18,7 @@ from torch import nn
 
 from drawbar import Callback, RunHandle, StepInfo
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.jobs.run_status import RunState, RunStatus, write_run_status
+from drawbar.launch.jobs.run_view import RunState, RunStatus, write_run_status
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.train.run_dir_lock import lock_run_dir

@@ -16,7 +16,7 @@ from drawbar.commands import score_run
 from drawbar.commands.score_run import evaluate_run, predict_from_run
 from drawbar.commands.trained_run import TrainedRun
 from drawbar.errors import UserError
-from drawbar.launch.jobs.progress import LoggedProgress
+from drawbar.launch.jobs.run_view import Progress
 from drawbar.report.recorded_run import RecordedRun
 from drawbar.tasks.batch import Batch
 from runs import fit_in, weights
@@ -205,9 +205,7 @@ def test_a_run_of_a_script_goes_on_with_its_own_class_alone(tmp_path: Path) -> N
     assert (tmp_path / "runs" / "run" / "status.json").read_text() == state
     fit_in(tmp_path, "train.steps=4", task=Parity)
     assert [path.name for path in (tmp_path / "runs" / "run" / "checkpoints").glob("step-*4")] == ["step-00000004"]
-    assert (
-        RecordedRun(tmp_path / "runs" / "run", "complete", LoggedProgress()).task == f"Parity ({Path(__file__).name})"
-    )
+    assert RecordedRun(tmp_path / "runs" / "run", "complete", Progress()).task == f"Parity ({Path(__file__).name})"
 
 
 def test_no_run(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from drawbar.commands.output_files import check_output, write_lines
 from drawbar.data.cache import replace_text
 from drawbar.errors import UserError
-from drawbar.report.page_file import check_target, write_page
+from drawbar.report.page import check_target, write_page
 from drawbar.util.atomic_files import write_atomically, write_durably
 
 TEXT = '{"a": 1}\n'

@@ -1,22 +1,40 @@
-"""``JobRecord``: the stored record of each submitted job, which makes Slurm's accounting unnecessary.
+"""The jobs: the stored record of each (``JobRecord``), how it ended (``JobEnd``), and how it stands (``JobStatus``).
 
-A line of JSON for each job, or element of an array: in ``launch/jobs.jsonl`` of its run, and in a list of the user's
-own, so that ``drawbar jobs`` works from any folder.
+The records make Slurm's accounting unnecessary. A line of JSON for each job, or element of an array: in
+``launch/jobs.jsonl`` of its run, and in a list of the user's own, so that ``drawbar jobs`` works from any folder.
 """
 
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from drawbar.config.io.source import run_folder
-from drawbar.errors import UserError, nearest
+from drawbar.errors import ExitCode, UserError, nearest
 from drawbar.launch.job import FOLDER, config_file, end_file
 from drawbar.util.atomic_files import write_atomically
-from drawbar.util.run_dir import CONFIG_FILE
+from drawbar.util.run_dir import CONFIG_FILE, is_run_dir
 
+PENDING, RUNNING = "PENDING", "RUNNING"
+COMPLETED, FAILED = "COMPLETED", "FAILED"
+LOST = "LOST"
+"""The launcher does not know the job any more, and the job left no end file."""
+UNKNOWN = "UNKNOWN"
+"""The launcher cannot be asked here, and the job left no end file."""
+STOPPED = "STOPPED"
+"""Interrupted: the run has saved what there was and can be started again, but is in no queue. Slurm says FAILED."""
+_DAY = 86400
+_ASK_SECONDS = 1.0
+_MEANINGS = {
+    ExitCode.FAILED: "failed",
+    ExitCode.WRONG_REQUEST: "the request is wrong",
+    ExitCode.REQUEUE: "stopped; what there was to save is saved",
+    ExitCode.INTERRUPTED: "interrupted; what there was to save is saved",
+    137: "killed, perhaps for want of memory",
+}
 FILE = "jobs.jsonl"
 
 
@@ -98,17 +116,81 @@ class JobEnd:
         write_atomically(file, json.dumps(asdict(self)).encode() + b"\n")
 
 
-class NotSubmitted(UserError):
-    """A run that was trained without ``drawbar submit``: no launcher knows of it."""
+@dataclass(frozen=True)
+class JobStatus:
+    """One job, now."""
 
-    def __init__(self, what: str, run_dir: Path) -> None:
-        super().__init__(
-            f"{what} has no job: it was trained without `drawbar submit`",
-            where=str(run_dir),
-            remedy="`drawbar train CONFIG`, with the configuration of the run, goes on from its newest checkpoint; "
-            "Ctrl-C where it trains stops it",
-        )
-        self.run_dir = run_dir
+    record: JobRecord
+    state: str
+    """One of the words above, or the launcher's own."""
+    detail: str = ""
+    """Why it waits, where it runs, how it ended."""
+    is_active: bool = False
+    """Whether it waits or runs, or is about to."""
+    restarts: int = 0
+    code: int | None = None
+    """Exit code of a job that has ended."""
+    used: str = ""
+    limit: str = ""
+    ended: float | None = None
+    """In seconds since 1970, where the job itself said it."""
+
+    @property
+    def remarks(self) -> str:
+        """All that there is to say besides the state."""
+        times = f"{self.restarts} time{'s' * (self.restarts > 1)}"
+        return "; ".join(filter(None, (self.detail, f"restarted {times}" if self.restarts else "")))
+
+    @property
+    def summary(self) -> str:
+        """``FAILED exit code 1: failed``."""
+        return f"{self.state} {self.remarks}".rstrip()
+
+    @property
+    def clock(self) -> str:
+        """``0:05/1:00:00``: the time used and the limit, since the last restart."""
+        return f"{self.used}/{self.limit}" if self.used and self.limit else self.used
+
+
+def status_from_files(record: JobRecord) -> JobStatus | None:
+    """The status of a job that left an end file; else None."""
+    end = JobEnd.read(record)
+    if end is None:
+        return None
+    state = state_of_code(end.code)
+    return JobStatus(record, state, explain(end.code), restarts=end.restarts, code=end.code, ended=end.time)
+
+
+def state_of_code(code: int) -> str:
+    """The state of a job that has ended with this exit code."""
+    if code == ExitCode.DONE:
+        return COMPLETED
+    return STOPPED if code in (ExitCode.REQUEUE, ExitCode.INTERRUPTED) else FAILED
+
+
+def explain(code: int) -> str:
+    """``exit code 75: stopped; what there was to save is saved``; an empty text for exit code 0."""
+    if code == ExitCode.DONE:
+        return ""
+    meaning = _MEANINGS.get(code, f"killed by signal {code - 128}" if 128 < code < 160 else "")
+    return f"exit code {code}" + (f": {meaning}" if meaning else "")
+
+
+def is_recent(record: JobRecord, end: JobEnd | None, now: float) -> bool:
+    """Whether a job was submitted, or ended, less than a day ago."""
+    return now - max(record.time, end.time if end is not None else 0) < _DAY
+
+
+def wait_for_ends(
+    ask: Callable[[Sequence[JobRecord]], list[JobStatus]], records: Sequence[JobRecord], seconds: float
+) -> list[JobRecord]:
+    """Ask again and again until all jobs have ended. Returns those that have not ended after so many seconds."""
+    end, left = time.monotonic() + seconds, list(records)
+    while left and (left := [status.record for status in ask(left) if status.is_active]):
+        if time.monotonic() > end:
+            break
+        time.sleep(_ASK_SECONDS)
+    return left
 
 
 def user_file() -> Path:
@@ -143,24 +225,30 @@ def read(file: Path) -> list[JobRecord]:
     return [record for line in lines if (record := _parse(line)) is not None]
 
 
-def find(what: str) -> list[JobRecord]:
-    """The newest job that a number, a run's folder or a run's name stands for: several records for a whole sweep.
+def jobs_of(folder: Path) -> list[JobRecord]:
+    """The jobs that the files of a folder record, oldest first: those of a run, whose folder may have been moved since,
+    or of a sweep, whose runs lie elsewhere."""
+    found = read(run_file(folder))
+    return [replace(record, run_dir=str(folder)) if record.run == folder.name else record for record in found]
+
+
+def find_run(what: str) -> tuple[Path, list[JobRecord]]:
+    """The folder and the newest job that a number, a run's folder or a run's name stands for. The job has several
+    records, and the folder is that of the first, for a whole sweep; and none for a run that was never submitted.
 
     Raises:
-        NotSubmitted: it is the folder of a run that no job was submitted for.
         UserError: there is none; or the name is that of runs of several projects, and none was submitted from here.
     """
-    known = read(user_file())
-    if found := _newest(known, lambda record: what in (record.number, record.array_id)):
-        return found
-    folder = Path(what).absolute()
-    if found := _newest(read(run_file(folder)), lambda record: True):
-        # the run's folder may have been moved; a sweep's folder has records of runs that lie elsewhere
-        return [replace(record, run_dir=str(folder)) if record.run == folder.name else record for record in found]
-    if found := _newest(_of_one_project(known, what), lambda record: True):
-        return found
+    known, folder = read(user_file()), Path(what).absolute()
+    numbered = [record for record in known if what in (record.number, record.array_id)]
+    found = _newest(numbered) or _newest(jobs_of(folder))
+    if not found and is_run_dir(folder):
+        return folder, []
+    found = found or _newest(_of_one_project(known, what))
+    if found:
+        return Path(found[0].run_dir), found
     if (folder / CONFIG_FILE).is_file():
-        raise NotSubmitted(what, run_folder(what))
+        return run_folder(what), []  # raises: it is the folder of a project
     names = {name for record in known for name in (record.run, record.sweep, record.number) if name}
     guess = nearest(what, sorted(names))
     raise UserError(
@@ -168,6 +256,19 @@ def find(what: str) -> list[JobRecord]:
         where=str(user_file()),
         remedy=f"did you mean {guess}?" if guess else "`drawbar jobs --all` lists your jobs; or give a run's folder",
     )
+
+
+def find(what: str) -> list[JobRecord]:
+    """The job of ``find_run``. Raises UserError where the run was never submitted, too: no launcher knows of it."""
+    folder, found = find_run(what)
+    if not found:
+        raise UserError(
+            f"{what} has no job: it was trained without `drawbar submit`",
+            where=str(folder),
+            remedy="`drawbar train CONFIG`, with the configuration of the run, goes on from its newest checkpoint; "
+            "Ctrl-C where it trains stops it",
+        )
+    return found
 
 
 def _of_one_project(records: list[JobRecord], name: str) -> list[JobRecord]:
@@ -189,13 +290,9 @@ def _of_one_project(records: list[JobRecord], name: str) -> list[JobRecord]:
     )
 
 
-def _newest(records: list[JobRecord], fits: Callable[[JobRecord], bool]) -> list[JobRecord]:
-    """The matching records of the job submitted last: job numbers are reused, after years or on other clusters."""
-    fitting = [record for record in records if fits(record)]
-    if not fitting:
-        return []
-    last = fitting[-1]
-    return [record for record in fitting if (record.array_id, record.time) == (last.array_id, last.time)]
+def _newest(records: list[JobRecord]) -> list[JobRecord]:
+    """The records of the job submitted last: job numbers are reused, after years or on other clusters."""
+    return [record for record in records if (record.array_id, record.time) == (records[-1].array_id, records[-1].time)]
 
 
 def _append(file: Path, records: list[JobRecord]) -> None:

@@ -13,20 +13,21 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.job import Job, processes_per_node
 from drawbar.launch.job_container import check_image
-from drawbar.launch.jobs.job_status import (
+from drawbar.launch.jobs.records import (
     COMPLETED,
     FAILED,
     LOST,
     PENDING,
     RUNNING,
     STOPPED,
+    JobEnd,
+    JobRecord,
     JobStatus,
     explain,
     state_of_code,
     status_from_files,
     wait_for_ends,
 )
-from drawbar.launch.jobs.records import JobEnd, JobRecord
 from drawbar.launch.launcher import Launcher, ResolvedCluster, Submitted
 from drawbar.launch.slurm.allocation import Allocation
 from drawbar.launch.slurm.batch_script import log_path, render

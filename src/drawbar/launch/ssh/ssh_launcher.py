@@ -1,5 +1,6 @@
 """``SshLauncher``: jobs on hosts that ssh reaches. The process that submits one stays, and holds its connections."""
 
+import fcntl
 import json
 import os
 import secrets
@@ -8,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,10 +20,19 @@ from drawbar.config.io.hosts_file import Host, parse_host
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.job import Job, end_file, make_job
-from drawbar.launch.jobs.job_process import find_process, is_running, lock_job_file
-from drawbar.launch.jobs.job_status import LOST, RUNNING, UNKNOWN, JobStatus, status_from_files, wait_for_ends
-from drawbar.launch.jobs.records import JobEnd, JobRecord, read, run_file
+from drawbar.launch.job import FOLDER, Job, end_file, make_job
+from drawbar.launch.jobs.records import (
+    LOST,
+    RUNNING,
+    UNKNOWN,
+    JobEnd,
+    JobRecord,
+    JobStatus,
+    read,
+    run_file,
+    status_from_files,
+    wait_for_ends,
+)
 from drawbar.launch.launcher import Launcher, Submitted
 from drawbar.launch.ssh.host_output import HostOutput
 from drawbar.launch.ssh.protocol import ANSWER
@@ -36,6 +47,60 @@ from drawbar.launch.ssh.ssh_command import (
 )
 from drawbar.launch.ssh.supervisor import supervise
 from drawbar.runtime.streams import ignore_output_errors
+
+
+@dataclass(frozen=True)
+class JobProcess:
+    """The submitting process, as its file describes it."""
+
+    pid: int
+    machine: str
+    """The name of the machine that it runs on."""
+    nodes: tuple[str, ...] = ()
+    """Where the job's ranks run."""
+
+    @property
+    def is_here(self) -> bool:
+        return self.machine == os.uname().nodename
+
+
+@contextmanager
+def lock_job_file(run_dir: Path, number: str, nodes: tuple[str, ...] = ()) -> Iterator[None]:
+    """Context in which this process holds the lock of a job's file, which marks the job as running. Raises OSError
+    where the file cannot be written."""
+    file = _file(run_dir, number)
+    with file.open("w", encoding="utf-8") as stream:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        stream.write(json.dumps(asdict(JobProcess(os.getpid(), os.uname().nodename, nodes))) + "\n")
+        stream.flush()
+        yield
+
+
+def find_process(record: JobRecord) -> JobProcess | None:
+    """The process of a job, alive or not; None where none is written down."""
+    try:
+        values = json.loads(_file(Path(record.run_dir), record.number).read_text(encoding="utf-8"))
+        return JobProcess(**{**values, "nodes": tuple(values["nodes"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def is_running(record: JobRecord) -> bool:
+    """Whether the process of a job still has its file locked: the kernel releases the lock however the process ends."""
+    try:
+        with _file(Path(record.run_dir), record.number).open() as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no file, or the file system has no locks
+        process = find_process(record)
+        return process is not None and process.is_here and Path(f"/proc/{process.pid}").exists()
+    return False
+
+
+def _file(run_dir: Path, number: str) -> Path:
+    return run_dir / FOLDER / f"process-{number}.json"
 
 
 def count_gpus(job: Job, hosts: Sequence[Host], timeout: float) -> list[int]:

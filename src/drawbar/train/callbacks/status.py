@@ -4,8 +4,7 @@ import logging
 import time
 from contextlib import suppress
 
-from drawbar.launch.jobs.progress import LoggedProgress
-from drawbar.launch.jobs.run_status import RunState, RunStatus, write_run_status
+from drawbar.launch.jobs.run_view import RunState, RunStatus, write_run_status
 from drawbar.runtime.log import log_to_file
 from drawbar.train.callback import Callback, RunHandle
 from drawbar.train.run import Run
@@ -32,7 +31,7 @@ class StatusCallback(Callback):
         state: RunState = "complete" if self._run.is_complete() else "stopped"
         self._write(run, state)
         # a run that goes on writes another status: the log keeps this one
-        log_to_file(LoggedProgress(step=run.step, total=run.total_steps).ended_as(state), logging.INFO)
+        log_to_file(RunStatus(state, run.step, run.total_steps, time.time(), self._started).summary, logging.INFO)
 
     def on_exception(self, run: RunHandle, error: Exception) -> None:
         self._write(run, "failed")
