@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.launch.jobs.records import JobEnd, JobRecord, append_records
-from drawbar.launch.jobs.run_view import RunState, list_runs, write_run_status
+from drawbar.launch.jobs.records import JobEnd, JobRecord, JobStatus, append_records
+from drawbar.launch.jobs.run_view import RunState, list_runs, read_run, write_run_status
 from drawbar.util.run_dir import LOCK_FILE
 from harness import run_cli
 from messages import check_one_message
@@ -93,6 +93,17 @@ def test_every_state_newest_first(tmp_path: Path) -> None:
     table = run_cli("runs", str(tmp_path), cwd=tmp_path).out
     assert "slurm 7" in table
     assert "gpu7" in table
+
+
+def test_a_job_tells_whether_its_run_still_trains(tmp_path: Path) -> None:
+    """Where the job has ended there is nothing to wait for; where it runs, silence is no death."""
+    ended, silent = make_run(tmp_path / "ended", "training", time.time() - 2), tmp_path / "silent"
+    JobEnd(137, time.time() + 1).write(submit(ended).end_file)
+    assert read_run(ended).state == "stale"
+    job = submit(make_run(silent, "training", time.time() - DAY))
+    assert read_run(silent).state == "stale"
+    assert read_run(silent, JobStatus(job, "RUNNING", is_active=True)).state == "training"
+    assert read_run(silent, JobStatus(job, "PENDING", is_active=True)).state == "stale"
 
 
 def test_the_folder_of_a_sweep_is_no_run(tmp_path: Path) -> None:
