@@ -14,8 +14,8 @@ from apptainer_stand_in import calls, install, make_image
 from drawbar.config.io.load_config import load_config
 from drawbar.config.schema.cluster_section import INVALID_IN_BIND, ClusterSection, choose_runtime
 from drawbar.errors import UserError
-from drawbar.launch.job import config_file
 from drawbar.launch.job_container import VARIABLES, Container, check_image, make_container
+from drawbar.launch.job_files import config_file
 from drawbar.launch.slurm.batch_script import render
 from harness import run_cli
 from messages import check_one_message

@@ -15,8 +15,9 @@ import pytest
 from drawbar.config.io.load_config import load_config
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.errors import UserError
-from drawbar.launch.job import Job, config_file
+from drawbar.launch.job import Job
 from drawbar.launch.job_container import VARIABLES, make_container
+from drawbar.launch.job_files import config_file
 from drawbar.launch.slurm.batch_script import render
 
 GOLDEN = Path(__file__).parent / "golden"

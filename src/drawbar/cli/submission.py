@@ -18,7 +18,8 @@ from drawbar.config.rules.cluster_rules import SUBMIT_RULES
 from drawbar.config.rules.rule_table import check_world
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.code_snapshot import copy_code, is_tracked
-from drawbar.launch.job import Job, plan_file
+from drawbar.launch.job import Job
+from drawbar.launch.job_files import plan_file
 from drawbar.launch.jobs.records import JobRecord, append_records, read, run_file
 from drawbar.launch.launcher import Launcher
 from drawbar.launch.launchers import ask_status, get_launcher

@@ -19,7 +19,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.evaluation.scoring import Split
-from drawbar.launch.job import SIGNAL_SECONDS
+from drawbar.launch.job_files import SIGNAL_SECONDS
 from drawbar.runtime.log import logger
 from drawbar.train.checkpoint_layouts import CheckpointLayout, PartsLayout, WholeTensorsLayout, choose_layout
 from drawbar.train.checkpoint_uploader import start_uploader

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from drawbar.config.io.source import run_folder
 from drawbar.errors import ExitCode, UserError, nearest
-from drawbar.launch.job import FOLDER, config_file, end_file
+from drawbar.launch.job_files import FOLDER, config_file, end_file
 from drawbar.util.atomic_files import write_atomically
 from drawbar.util.run_dir import CONFIG_FILE, is_run_dir
 

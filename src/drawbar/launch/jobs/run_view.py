@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from drawbar.errors import UserError
-from drawbar.launch.job import newest_step
+from drawbar.launch.job_files import newest_step
 from drawbar.launch.jobs.records import RUNNING, JobRecord, JobStatus, jobs_of, status_from_files
 from drawbar.util.atomic_files import write_atomically
 from drawbar.util.best_score import BEST_FILE, BestScore

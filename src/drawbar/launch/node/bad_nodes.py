@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from drawbar.launch.job import FOLDER
+from drawbar.launch.job_files import FOLDER
 from drawbar.util.atomic_files import write_atomically
 
 FILE = "bad-nodes.json"

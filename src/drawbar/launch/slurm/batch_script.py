@@ -12,7 +12,8 @@ from pathlib import Path
 from drawbar.config.io.user_modules import SNAPSHOT
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.job import CONFIG, FOLDER, SIGNAL_SECONDS, Job
+from drawbar.launch.job import Job
+from drawbar.launch.job_files import CONFIG, FOLDER, SIGNAL_SECONDS
 from drawbar.launch.slurm.allocation import OWN_JOB
 from drawbar.launch.slurm.bad_node_requeue import EXCLUDE, GAVE_UP, ONLY_IF_LOST, REQUEUED
 

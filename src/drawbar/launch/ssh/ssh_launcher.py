@@ -20,7 +20,8 @@ from drawbar.config.io.hosts_file import Host, parse_host
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.job import FOLDER, Job, end_file, make_job
+from drawbar.launch.job import Job, make_job
+from drawbar.launch.job_files import FOLDER, end_file
 from drawbar.launch.jobs.records import (
     LOST,
     RUNNING,

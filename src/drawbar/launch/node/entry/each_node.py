@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from drawbar.config.io.user_modules import SNAPSHOT
-from drawbar.launch.job import CONFIG, NODES
+from drawbar.launch.job_files import CONFIG, NODES
 from drawbar.launch.node.rendezvous import Rendezvous, launch_id_of
 from drawbar.launch.node.route import describe, find_route
 from drawbar.util.atomic_files import write_atomically

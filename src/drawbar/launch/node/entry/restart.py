@@ -8,7 +8,7 @@ Exit code 0: go on. 1: the job was restarted too often without a new checkpoint.
 import sys
 from pathlib import Path
 
-from drawbar.launch.job import MOST_RESTARTS, count_restart
+from drawbar.launch.job_files import MOST_RESTARTS, count_restart
 
 
 def main(arguments: list[str]) -> int:
