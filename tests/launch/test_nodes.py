@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.config.io.user_modules import SNAPSHOT
+from drawbar.config.io.user_code import SNAPSHOT
 from drawbar.launch.job_files import CONFIG, MOST_RESTARTS, count_restart, newest_step
 from drawbar.launch.node.agent import report_failure
 from drawbar.launch.node.endpoint import PORTS, choose_address, choose_port

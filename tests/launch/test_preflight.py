@@ -11,7 +11,7 @@ import pytest
 from conftest import make_project
 from drawbar.cli.preflight import check_run_folder
 from drawbar.config.schema.cluster_section import ClusterSection
-from drawbar.config.schema.section import parse_time, write_time
+from drawbar.config.schema.slurm_time import parse_time, write_time
 from drawbar.errors import UserError
 from drawbar.launch.job import Job
 from drawbar.launch.node.bad_nodes import record_bad_nodes

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from drawbar.config.io.load_config import load_config
-from drawbar.config.io.user_modules import SNAPSHOT
+from drawbar.config.io.user_code import SNAPSHOT
 from drawbar.errors import UserError
 from drawbar.launch.code_snapshot import code_version, copy_code, is_tracked, snapshot_name
 from drawbar.launch.jobs.records import read, run_file

@@ -106,13 +106,13 @@ class CheckpointDirectory:
             logger.warning("the checkpoint %s %s and is skipped: %s", folder, how, reason)
         return found.newest
 
-    def verified_folder(self, step: int) -> Path | None:
-        """The verified checkpoint of a step; None if there is no complete one, or, with a warning, if verification
-        fails."""
+    def verified_folder(self, step: int, verify: Callable[[Path], object]) -> Path | None:
+        """The checkpoint of a step; None if there is no complete one, or, with a warning, if ``verify`` raises Unusable
+        or OSError."""
         folder = self._complete().get(step)
         try:
             if folder is not None:
-                verify_except_parts(folder)
+                verify(folder)
         except (Unusable, OSError) as reason:
             logger.warning("the checkpoint %s is left out: %s", folder, reason)
             return None

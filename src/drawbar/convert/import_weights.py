@@ -57,7 +57,10 @@ def _model_without_weights(name: str) -> PreTrainedModel:
         config = read_config(name, local_files_only=local_files_only)
         model_class: Any = getattr(transformers, (config.architectures or [""])[0], None)
         if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
-            raise UserError(f"architectures in {name}/config.json is {config.architectures}: no class of transformers")
+            raise UserError(
+                f"architectures in {name}/config.json is {config.architectures}: no class of transformers",
+                remedy="name the class there, as save_pretrained does",
+            )
         with quiet_transformers(), parameters_on_meta():
             model = model_class(config)
         if model.can_generate():

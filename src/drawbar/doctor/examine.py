@@ -20,7 +20,7 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.config.strategies import AUTO
 from drawbar.errors import UserError
 from drawbar.launch import findings
-from drawbar.launch.findings import Finding, Level
+from drawbar.launch.findings import Finding, Level, problem
 from drawbar.launch.machine import GIB, look_at_folder, look_at_gpus, look_at_machine
 from drawbar.models.folder import run_reference
 from drawbar.runtime.hub import hub_answers
@@ -141,7 +141,7 @@ def _run(
     """What a run would be here: processes, strategy, and the errors by which training would refuse it."""
     config = loaded.config
     if error := torch.get("errors", {}).get("launcher"):
-        yield Finding.from_error(UserError(**error), "launcher")
+        yield problem(error.get("where") or "launcher", error["what"], error["remedy"] or "")
     launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
     why = "as the launcher says" if launched else f"launch.nproc={config.launch.nproc}"
     yield Finding("processes", Level.OK, f"{processes} on this machine ({why})")

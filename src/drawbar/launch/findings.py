@@ -206,7 +206,8 @@ def of_torch(torch: Mapping[str, Any], gpus: Gpus, device: str) -> Iterator[Find
         driver = f"NVIDIA driver {gpus.driver}" if gpus.driver else "no nvidia-smi"
         yield Finding("torch", Level.OK, f"{build}; {driver}; GPUs: {torch['gpus']}")
     if "device" in torch["errors"]:
-        yield Finding.from_error(UserError(**torch["errors"]["device"]), "device")
+        error = torch["errors"]["device"]
+        yield problem(error.get("where") or "device", error["what"], error["remedy"] or "")
     else:
         products = f"products in {torch['precision']}, weights and sums in fp32"
         yield Finding("device", Level.OK, f"{torch['device']} (device={device}); {products}")

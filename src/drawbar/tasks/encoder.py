@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from drawbar.config.io.user_modules import INSTALLED, NOT_OF_A_PROJECT, is_user_code
+from drawbar.config.io.user_code import INSTALLED, NOT_OF_A_PROJECT, is_user_code
 from drawbar.config.schema.task_sections import PretrainedTaskConfig
 from drawbar.data.cache import content_key
 from drawbar.data.sources import Record

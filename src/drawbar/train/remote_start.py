@@ -8,6 +8,7 @@ from pathlib import Path
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import OtherFormat, Unusable, step_name
+from drawbar.checkpoint.inspection import verify_every_byte
 from drawbar.checkpoint.object_store import ObjectStoreError
 from drawbar.checkpoint.remote_checkpoints import Objects, RemoteCheckpoints
 from drawbar.checkpoint.remote_owner import check_store_writable, wait_until_owner_ended
@@ -166,7 +167,7 @@ class _RemoteRun:
         unusable: dict[int, Unusable] = {}
         for step, objects in reversed(newer.items()):
             try:
-                if self._directory.verified_folder(step) is None:
+                if self._directory.verified_folder(step, verify_every_byte) is None:
                     logger.info("copying %s from %s", step_name(step), self._store.url)
                     self._remote.download(step, objects, self._directory)
             except OtherFormat as reason:
@@ -188,7 +189,7 @@ class _RemoteRun:
         if best.step not in complete:
             return
         try:
-            if self._directory.verified_folder(best.step) is None:
+            if self._directory.verified_folder(best.step, verify_every_byte) is None:
                 self._remote.download(best.step, complete[best.step], self._directory)
         except Unusable as reason:
             logger.warning("the best checkpoint in %s cannot be used: %s", self._store.url, reason)

@@ -152,8 +152,10 @@ def _find_in_run(config: RunConfig, resume: str, weights_only: bool = False) -> 
     if not (folder / "config.yaml").exists():
         _check_no_other_files(folder)
         return RunStart() if resume in ("auto", "never") else RunStart(checkpoints.resolve(resume))
-    # before a run begins anew, every byte is read: what a resume found damaged, this must find, too
-    found = checkpoints.find_newest_usable(verify_every_byte if resume == "never" else verify_except_parts)
+    # every byte is read before a run begins anew, as what a resume found damaged must be found here, too; and where the
+    # object store may have an intact copy, as nothing is fetched once the restore has begun
+    is_thorough = resume == "never" or config.checkpoint.remote is not None
+    found = checkpoints.find_newest_usable(verify_every_byte if is_thorough else verify_except_parts)
     refusal = _refusal(found, checkpoints.path)
     if resume == "never" and (found.newest is not None or refusal is None):
         raise UserError(

@@ -1,21 +1,17 @@
 """Imports objects that a user names as ``package.module:name``."""
 
-import importlib
 import inspect
-import os
 import re
-import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
 
+from drawbar.config.io.user_code import DRAWBAR, import_user_module, is_installed, is_user_code
 from drawbar.config.schema.section import SectionDefinitionError
 from drawbar.errors import UserError, nearest
 from drawbar.util.registry import Registry
@@ -55,37 +51,6 @@ def _unreadable_field(annotations: dict[str, Any]) -> str | None:
         except PydanticUserError:
             return field
     return None
-
-
-SNAPSHOT = "DRAWBAR_SNAPSHOT"
-"""Environment variable: the folder with a copy of the user's code, which comes before the code in the current one."""
-INSTALLED = ("site-packages", "dist-packages")
-"""Names of the folders that packages are installed in."""
-DRAWBAR = Path(__file__).resolve().parents[2]
-NOT_OF_A_PROJECT = (DRAWBAR, *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")))
-"""Folders of drawbar and of Python."""
-
-
-def import_user_module(name: str) -> ModuleType:
-    """Import a module from ``sys.path``, the copy of the user's code or the current folder. An exception that its code
-    raises is passed on; its ``sys.exit()`` becomes an ``ImportError``."""
-    # `python -m` puts the current folder on the path, and the installed command `drawbar` does not
-    for folder in (str(Path.cwd()), os.environ.get(SNAPSHOT)):
-        if folder and folder not in sys.path:
-            sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(name)
-    except SystemExit as error:  # a script without `if __name__ == "__main__"`
-        raise ImportError(f"the module ends the program when it is imported, with {error.code!r}") from error
-
-
-def is_user_code(path: Path) -> bool:
-    """Whether a file belongs to the user's project: nobody installed it, and it is none of Python's or of drawbar's."""
-    return not is_installed(path) and not any(path.is_relative_to(folder) for folder in NOT_OF_A_PROJECT)
-
-
-def is_installed(path: Path) -> bool:
-    return any(part in INSTALLED for part in path.parts)
 
 
 T = TypeVar("T")

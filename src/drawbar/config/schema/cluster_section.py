@@ -14,17 +14,8 @@ from pydantic import AfterValidator
 
 from drawbar.config.io.hosts_file import check_hosts, parse_host
 from drawbar.config.io.source import Origin, Settings, read_file
-from drawbar.config.schema.section import (
-    SECRET,
-    Count,
-    PathText,
-    Section,
-    Text,
-    check_time,
-    expand_path,
-    parse_time,
-    text_of,
-)
+from drawbar.config.schema.section import SECRET, Count, PathText, Section, Text, expand_path, text_of
+from drawbar.config.schema.slurm_time import check_time, parse_time
 from drawbar.errors import UserError, nearest
 from drawbar.util.byte_sizes import parse_size
 

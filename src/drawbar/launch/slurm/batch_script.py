@@ -9,7 +9,7 @@ import shlex
 import signal
 from pathlib import Path
 
-from drawbar.config.io.user_modules import SNAPSHOT
+from drawbar.config.io.user_code import SNAPSHOT
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.job import Job

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from drawbar.config.schema.cluster_section import ClusterSection
-from drawbar.config.schema.section import write_time
+from drawbar.config.schema.slurm_time import write_time
 from drawbar.errors import UserError, nearest
 from drawbar.launch.findings import Finding, problem
 from drawbar.launch.job import Job

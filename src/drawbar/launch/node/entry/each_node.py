@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from drawbar.config.io.user_modules import SNAPSHOT
+from drawbar.config.io.user_code import SNAPSHOT
 from drawbar.launch.job_files import CONFIG, NODES
 from drawbar.launch.node.rendezvous import Rendezvous, launch_id_of
 from drawbar.launch.node.route import describe, find_route
