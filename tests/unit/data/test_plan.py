@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drawbar.data import plan as planning
+from drawbar.data import packing
 from drawbar.data.packing import Plan, cached_plan_of_sources, plan_rows, plan_sources
 from drawbar.data.sampler import order
 from drawbar.errors import UserError
@@ -48,7 +48,7 @@ def test_a_plan_is_what_placing_one_sample_after_another_gives(
 ) -> None:
     """The fingerprints of a run's data depend on it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "BLOCK_VALUES", block)
+        patch.setattr(packing, "BLOCK_VALUES", block)
         plan = plan_rows(lengths, capacity, seed)
         rows = rows_of(plan)
         assert rows == one_by_one(lengths, capacity, seed)
@@ -109,7 +109,7 @@ def test_a_plan_that_is_kept_is_not_made_again(tmp_path: Path, monkeypatch: pyte
     made, rows = plan_sources(lengths, [400, 600], 64, 1)
     assert rows_of(kept(lengths, tmp_path)[0]) == rows_of(made)
     with monkeypatch.context() as patch:
-        patch.setattr(planning, "plan_rows", lambda *_: pytest.fail("planned again"))
+        patch.setattr(packing, "plan_rows", lambda *_: pytest.fail("planned again"))
         plan, again = kept(lengths, tmp_path)
     assert (rows_of(plan), again, plan.digest("x")) == (rows_of(made), rows, made.digest("x"))
     assert plan.digest(str(lengths.sum())) == made.digest(str(lengths.sum()))  # which was kept
