@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 VERSION_TESTS := tests/unit/models tests/unit/parallel tests/unit/engines tests/unit/runtime tests/unit/optim \
   tests/unit/util/test_versions.py tests/distributed tests/faults/test_resume.py tests/faults/test_signals.py
 
-.PHONY: demo test test-all test-oldest test-newest mutants quick lint bench docs clean
+.PHONY: demo test test-all test-oldest test-newest mutants quick lint format bench docs clean
 
 demo: .venv/installed
 	$(BIN)/python examples/python_stdlib/demo.py
@@ -54,6 +54,10 @@ lint: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+format: .venv/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 bench: .venv/installed-bench
 	$(BIN)/python -m benchmarks $(BENCH)

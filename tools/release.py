@@ -22,7 +22,8 @@ def version_to_release(root: Path) -> str:
     """The version of ``pyproject.toml``.
 
     Raises:
-        NotReady: the tree has changes, the tag is there already, or ``CHANGELOG.md`` begins with another version.
+        NotReady: the tree has changes, the tag is there already, or ``CHANGELOG.md`` begins with another version, or
+            says that it is unreleased.
     """
     version: str = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     if _git(root, "status", "--porcelain"):
@@ -32,6 +33,8 @@ def version_to_release(root: Path) -> str:
     headings = [line for line in (root / "CHANGELOG.md").read_text(encoding="utf-8").splitlines() if line[:3] == "## "]
     if headings[0].split()[1] != version:
         raise NotReady(f"CHANGELOG.md begins with {headings[0][3:]}, and pyproject.toml has {version}")
+    if headings[0].endswith("(unreleased)"):
+        raise NotReady(f"CHANGELOG.md says that {version} is unreleased: write the day of the release there")
     return version
 
 

@@ -53,8 +53,12 @@ def test_a_release_is_of_a_clean_tree_with_a_new_version_that_the_changelog_name
     git("commit", "--message", "first")
     with pytest.raises(release.NotReady, match=r"begins with 1\.1\.0"):
         release.version_to_release(tmp_path)
-    (tmp_path / "CHANGELOG.md").write_text("# Changes\n\n## 1.2.0\n\n## 1.1.0\n")
+    (tmp_path / "CHANGELOG.md").write_text("# Changes\n\n## 1.2.0 (unreleased)\n\n## 1.1.0\n")
     git("commit", "--all", "--message", "second")
+    with pytest.raises(release.NotReady, match=r"1\.2\.0 is unreleased"):
+        release.version_to_release(tmp_path)
+    (tmp_path / "CHANGELOG.md").write_text("# Changes\n\n## 1.2.0 (2027-01-31)\n\n## 1.1.0\n")
+    git("commit", "--all", "--message", "third")
     assert release.version_to_release(tmp_path) == "1.2.0"
     git("tag", "v1.2.0")
     with pytest.raises(release.NotReady, match=r"v1\.2\.0 is there already"):
