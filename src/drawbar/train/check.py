@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from drawbar.config.schema.run_config import RunConfig
+from drawbar.config.schema.run_config import EvalSection, RunConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.distributed.process_group import Distributed
@@ -30,7 +30,6 @@ from drawbar.tasks.task import Task
 from drawbar.tasks.user_methods import name_failing_method
 from drawbar.tracking.console import Console
 from drawbar.train.batches import OpenedSplit, first_samples, make_augment
-from drawbar.train.eval_mode import check_mode
 
 TRIED_SAMPLES = 8
 
@@ -63,6 +62,20 @@ def check_on_samples(
         check_mode(config.eval)
     engine.check_buffers()
     return tried
+
+
+def check_mode(section: EvalSection) -> None:
+    """Refuse a configuration whose ``eval.mode`` is still undecided.
+
+    Raises:
+        UserError: the metric is a user's own, and ``eval.mode`` does not say it.
+    """
+    if section.mode == "auto":
+        raise UserError(
+            f"nothing says whether a smaller or a larger {section.metric} is better",
+            where="eval.mode",
+            remedy="set eval.mode=min or eval.mode=max",
+        )
 
 
 def with_rows_alone(task: Task, engine: Engine, config: RunConfig) -> RunConfig:

@@ -10,9 +10,9 @@ from drawbar.checkpoint.space import check_space, required_bytes
 from drawbar.config.io.compare import check_new_steps, check_not_fewer_steps
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
-from drawbar.engines.build import build_engine, check_machine
+from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
-from drawbar.runtime.log import logger, open_log_file
+from drawbar.runtime.log import open_log_file
 from drawbar.runtime.seed import seed_everything, use_deterministic_kernels
 from drawbar.tasks.padding import choose_padding_free
 from drawbar.tasks.task import Task
@@ -22,14 +22,14 @@ from drawbar.tracking.trackers import Trackers
 from drawbar.train.batches import load_data, open_data
 from drawbar.train.check import check_on_samples, compare_with_neighbours, with_rows_alone
 from drawbar.train.checkpoint_layouts import checkpoint_bytes
-from drawbar.train.eval_mode import resolve_mode
 from drawbar.train.initial_model import InitialModel
 from drawbar.train.memory_probe import fit_micro_batch, memory_of
 from drawbar.train.remote_start import find_start_on_disk_or_store
-from drawbar.train.restore import restore_engine, restore_rest, with_original_choices
+from drawbar.train.resolve import resolve
+from drawbar.train.restore import restore_engine, restore_rest
 from drawbar.train.run import Run
 from drawbar.train.run_dir_lock import RunDirLock
-from drawbar.train.rundir import RunStart, find_start, run_dir_of, without_data_rebuild, write_config
+from drawbar.train.rundir import RunStart, find_start, run_dir_of, write_config
 from drawbar.train.setup import build_task, check_script, count_steps, log_changed_schedule, save_task
 from drawbar.train.shared_disks import check_nodes_share_disk
 from drawbar.train.step import RunProgress
@@ -47,21 +47,6 @@ class Request:
     resume: str
     fork: str | None
     weights_only: bool
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The two configurations of a run."""
-
-    written: RunConfig
-    """For ``config.yaml``: what the user asks for, so that ``auto`` stays ``auto``."""
-    trained: RunConfig
-    """What this process trains."""
-
-    def with_task_of(self, task: Task) -> "Settings":
-        """The same, with the columns that the data were found to have."""
-        update = {"task": task.run_config.task}
-        return Settings(self.written.model_copy(update=update), self.trained.model_copy(update=update))
 
 
 def prepare_run(
@@ -84,11 +69,11 @@ def prepare_run(
     if start.refusal is not None:
         raise start.refusal
     source_run_dir = run_dir_of(start.checkpoint, request.config.run_dir)
-    settings = _settings(request, start, world)
-    model_folder = initial_model.provide(settings.trained, source_run_dir, lock.take, world)
-    settings, task = _build_task(request, settings, start, source_run_dir, model_folder, world)
+    resolved = resolve(request.config, start, world)
+    model_folder = initial_model.provide(resolved.trained, source_run_dir, lock.take, world)
+    task = _build_task(request, resolved.trained, start, source_run_dir, model_folder, world)
 
-    config = choose_padding_free(task, settings.trained, world.device)
+    config = choose_padding_free(task, task.run_config, world.device)
     opened = open_data(task, config, world)
     with name_failing_method(task):
         engine = build_engine(task, config, world)
@@ -108,7 +93,7 @@ def prepare_run(
     if start.checkpoint is not None:
         progress = restore_rest(start, rest, config.run.seed, loader, validation, world)
         _check_steps(config, start, progress.step, total_steps)
-    _open_directory(settings.written, start, lock, task, engine, world)
+    _open_directory(resolved.written, start, lock, task, engine, world)
     if found is not None and world.is_rank0:
         found.save(config.run_dir)
     return Run(
@@ -125,34 +110,20 @@ def _find_start(request: Request, lock: RunDirLock) -> RunStart:
     return start
 
 
-def _settings(request: Request, start: RunStart, world: Distributed) -> Settings:
-    """What the request and the run's directory say; nothing of the machine, the data or the model."""
-    config = request.config
-    config = config.model_copy(update={"eval": resolve_mode(config.eval, start.eval_mode)})
-    if not config.data.rebuild or not world.from_rank0((config.run_dir / "config.yaml").exists, "looking for the run"):
-        return Settings(config, config)
-    logger.info("data.rebuild is ignored, as the run exists already; `drawbar prepare` encodes its data anew")
-    return Settings(config, without_data_rebuild(config))
-
-
 def _build_task(
     request: Request,
-    settings: Settings,
+    config: RunConfig,
     start: RunStart,
     source_run_dir: Path,
     model_folder: Path | None,
     world: Distributed,
-) -> tuple[Settings, Task]:
-    """Resolve what does not depend on the task, then build it."""
-    config = settings.trained
+) -> Task:
     if config.run.deterministic:
         use_deterministic_kernels()
     seed_everything(config.run.seed)
     if start.checkpoint is not None and not start.forked:
         check_script(request.task_type, config)
-        config = with_original_choices(config, start.checkpoint, world)
-    config = check_machine(config, world)
-    task = build_task(
+    return build_task(
         request.task_type,
         config,
         world,
@@ -160,7 +131,6 @@ def _build_task(
         has_checkpoint=start.checkpoint is not None,
         initial_model=model_folder,
     )
-    return Settings(settings.written, config).with_task_of(task), task
 
 
 def _check_steps(config: RunConfig, start: RunStart, made: int, total_steps: int) -> None:
@@ -174,6 +144,7 @@ def _open_directory(
     config: RunConfig, start: RunStart, lock: RunDirLock, task: Task, engine: Engine, world: Distributed
 ) -> None:
     """Create or update the run directory; call it only when everything is ready to train."""
+    config = config.model_copy(update={"task": task.run_config.task})  # with the columns that were found
     folder = config.run_dir
     checkpoints = CheckpointDirectory(folder / "checkpoints")
     world.barrier("loading the checkpoint")  # all ranks have read it: remove_leftovers() below may rename it

@@ -9,51 +9,19 @@ import torch
 
 from drawbar.checkpoint.all_ranks import read_on_all_ranks, run_on_all_ranks
 from drawbar.checkpoint.directory import CheckpointDirectory
-from drawbar.checkpoint.format import RESOLVED, Snapshot, Unusable
-from drawbar.checkpoint.read import read_state
-from drawbar.config.schema.run_config import RunConfig
+from drawbar.checkpoint.format import Snapshot, Unusable
 from drawbar.data.loader import Loader
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EngineState
 from drawbar.errors import UserError
 from drawbar.evaluation.scoring import Split
-from drawbar.parallel.precision import choose_precision
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import seed_everything, set_rng_state
 from drawbar.train.checkpoint_layouts import rng_key
 from drawbar.train.rundir import RunStart
-from drawbar.train.setup import check_base, with_cross_entropy_of
+from drawbar.train.setup import check_base
 from drawbar.train.step import RunProgress
-
-
-def with_original_choices(config: RunConfig, checkpoint: Path, world: Distributed) -> RunConfig:
-    """The configuration with choices that the run began with in place of ``auto``: its dtypes; and, where it began so,
-    plain cross-entropy and padding, so that a newer drawbar does not change how an older run computes. A run that began
-    with a loss in the head, or without padding, stays at ``auto``: it goes on so where device and strategy allow it.
-    Collective.
-
-    Raises:
-        UserError: the checkpoint is damaged.
-    """
-    state = world.from_rank0(lambda: read_state(checkpoint), f"reading {checkpoint}")
-    before = state[RESOLVED]
-    muon = config.optim.muon_precision
-    padded = config.data.padding_free == "auto" and not before["padding_free"]
-    begun = config.model_copy(
-        update={
-            "precision": before["precision"] if config.precision == "auto" else config.precision,
-            "optim": config.optim.model_copy(
-                update={"muon_precision": before["muon_precision"]} if muon == "auto" else {}
-            ),
-            "data": config.data.model_copy(update={"padding_free": False} if padded else {}),
-        }
-    )
-    begun = with_cross_entropy_of(begun, state)
-    fastest = choose_precision(config.precision, world.device)
-    if begun.precision != fastest:
-        logger.warning("precision: %s, as the run began; here %s would be faster", begun.precision, fastest)
-    return begun
 
 
 def restore_engine(start: RunStart, engine: Engine, world: Distributed) -> tuple[RunStart, Snapshot]:

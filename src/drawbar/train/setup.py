@@ -4,7 +4,7 @@ counting steps, saving the tokenizer, checking the script and the base model."""
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from drawbar.checkpoint.all_ranks import read_on_all_ranks, run_on_all_ranks
 from drawbar.checkpoint.directory import CheckpointDirectory
-from drawbar.checkpoint.format import RESOLVED, Snapshot
+from drawbar.checkpoint.format import Snapshot
 from drawbar.checkpoint.read import explain_unusable
 from drawbar.checkpoint.space import rust_errors_as_oserror
 from drawbar.config.deepspeed.zero_settings import with_parallel
@@ -42,6 +42,7 @@ from drawbar.tasks.task import Task
 from drawbar.tasks.task_context import TaskContext
 from drawbar.tasks.task_registry import is_named, task_class
 from drawbar.tasks.user_methods import make_task, name_failing_method
+from drawbar.train.resolve import with_cross_entropy_of
 from drawbar.util.atomic_files import sync, write_durably
 from drawbar.util.versions import untested_versions
 
@@ -253,19 +254,6 @@ def _how_to_keep(changed: Sequence[Difference], optim: OptimSection) -> str:
     before = next((one.old for one in changed if one.key == "train.steps"), None)
     keeps = f"; optim.schedule_steps={before} keeps the schedule that it was begun with"
     return keeps if isinstance(before, int) and optim.schedule_steps is None else ""
-
-
-def with_cross_entropy_of(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
-    """The configuration with ``task.cross_entropy: plain`` in place of ``auto`` if a checkpoint's run was plain:
-    other implementations add up the same loss in another order.
-
-    Args:
-        state: of the checkpoint.
-    """
-    begun = state[RESOLVED]["cross_entropy"]
-    if begun != "plain" or getattr(config.task, "cross_entropy", None) != "auto":
-        return config
-    return config.model_copy(update={"task": config.task.model_copy(update={"cross_entropy": "plain"})})
 
 
 def check_predicts(task: Task, probabilities: bool) -> None:

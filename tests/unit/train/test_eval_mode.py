@@ -10,7 +10,7 @@ from drawbar.config.schema.run_config import EvalSection
 from drawbar.errors import ExitCode, UserError
 from drawbar.metrics.metric_registry import BUILT_IN_METRICS, best_is, compute, load_metrics
 from drawbar.tasks.causal_lm import CausalLM
-from drawbar.train.eval_mode import resolve_mode
+from drawbar.train.resolve import resolve_mode
 from runs import Fit
 
 TEXTS = (["the driver couples the load", "the hill keeps the wind"], ["the driver", "a village"])
