@@ -14,19 +14,19 @@ unexport PYTHONDONTWRITEBYTECODE
 VERSION_TESTS := tests/unit/models tests/unit/parallel tests/unit/engines tests/unit/runtime tests/unit/optim \
   tests/unit/util/test_versions.py tests/distributed tests/faults/test_resume.py tests/faults/test_signals.py
 
-.PHONY: demo test test-all test-oldest test-newest mutants quick lint format bench docs clean
+.PHONY: demo test exhaustive test-all test-oldest test-newest mutants quick lint format bench docs clean
 
 demo: .venv/installed
 	$(BIN)/python examples/python_stdlib/demo.py
 
 # compiled first: tests start some hundred processes. Three files of tests at once: tests with a scheduler mostly wait
-test: lint
+test: MARKED = not exhaustive
+exhaustive: MARKED = exhaustive
+test exhaustive: lint
 	$(BIN)/python -m compileall -q src
-	$(BIN)/pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -q -m "$(MARKED)" --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-# every case of the lists of which `make test` runs some
-test-all:
-	DRAWBAR_TESTS=all $(MAKE) test
+test-all: test exhaustive
 
 # which planted faults the tests notice: hours; MUTANTS="--only loss" for some of them
 mutants: .venv/installed-dev

@@ -1,17 +1,46 @@
-"""Long lists of cases, of which ``make test`` runs some and ``make test-all`` all (``DRAWBAR_TESTS=all``)."""
+"""Long lists of cases: ``make test`` runs some, spread evenly over the list, and ``make test-all`` the others as well.
 
-import os
-from collections.abc import Iterable
-from typing import TypeVar
+The others bear the mark ``exhaustive``, as do tests that take long; ``pytest -m ""`` runs them.
+"""
 
-T = TypeVar("T")
+from collections.abc import Collection, Iterable
+from typing import Any
 
-ALL = os.environ.get("DRAWBAR_TESTS") == "all"
+import pytest
+from _pytest.mark.structures import ParameterSet
 
 
-def some(cases: Iterable[T], count: int) -> list[T]:
-    """``count`` (at least 2) of the cases, evenly spread, the first and the last among them; all where all are run."""
+def evenly(cases: Iterable[Any], count: int) -> list[Any]:
+    """``count`` (at least 2) of the cases, the first and the last among them."""
     known = list(cases)
-    if ALL or len(known) <= count:
+    if len(known) <= count:
         return known
     return [known[round(number * (len(known) - 1) / (count - 1))] for number in range(count)]
+
+
+def params(cases: Iterable[Any], often: Collection[Any]) -> list[ParameterSet]:
+    """Every case for ``parametrize``, those that are not among ``often`` with the mark. A tuple is several values."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=() if case in often else pytest.mark.exhaustive
+        )
+        for case in cases
+    ]
+
+
+def some(cases: Iterable[Any], count: int) -> list[ParameterSet]:
+    """Every case, and all but ``count`` of them with the mark."""
+    known = list(cases)
+    return params(known, evenly(known, count))
+
+
+def asked(request: pytest.FixtureRequest, *names: str) -> list[Any]:
+    """The cases of these parameters that the module's tests were asked for, for a fixture that computes them all at
+    once: values where there is one name, else tuples."""
+    found: dict[Any, None] = {}
+    for item in request.session.items:
+        callspec = getattr(item, "callspec", None)
+        if item.path == request.path and callspec is not None and all(name in callspec.params for name in names):
+            values = tuple(callspec.params[name] for name in names)
+            found[values if len(names) > 1 else values[0]] = None
+    return list(found)

@@ -255,6 +255,7 @@ def test_weights_of_a_dcp_folder_become_a_model_and_a_run_goes_on_under_fsdp(
     check_model(tmp_path, tmp_path / "back", found[0])
 
 
+@pytest.mark.exhaustive
 def test_weights_of_deepspeed_folders_become_models(tmp_path: Path, fields: dict[str, Any], shape: str) -> None:
     from deepspeed.checkpoint import ds_to_universal
 
@@ -274,6 +275,7 @@ def test_weights_of_deepspeed_folders_become_models(tmp_path: Path, fields: dict
         check_model(tmp_path, tmp_path / f"of-universal{stage}", weights)
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_under_deepspeed(tmp_path: Path, fields: dict[str, Any], shape: str) -> None:
     write_project(tmp_path)
     fit_in(tmp_path, "train.steps=3", task=Numbers)

@@ -95,6 +95,7 @@ def test_the_rank_that_raised_speaks_alone(mine: Path) -> None:
     assert errors == [f"error: Mine.forward fails: {planted}"]
 
 
+@pytest.mark.exhaustive
 def test_what_is_wrong_is_told_once(tmp_path: Path) -> None:
     """By the installed command, whose ranks are new interpreters."""
     project = make_project(tmp_path)

@@ -102,6 +102,7 @@ def test_stages_compute_what_one_process_computes(folder: Path) -> None:
     check_equal(run_ranks(compare, 2, str(folder), TWO, timeout=400)[0], TWO)
 
 
+@pytest.mark.exhaustive
 def test_so_do_stages_whose_layers_are_cut(folder: Path) -> None:
     *results, refused = run_ranks(compare, 4, str(folder), FOUR, timeout=400)[0]
     check_equal(results, FOUR[:-1])

@@ -44,6 +44,7 @@ def test_two_processes_started_by_drawbar(reference: Path, micro_batch: str) -> 
     assert logs == ["rank-0000.log", "rank-0001.log"]
 
 
+@pytest.mark.exhaustive
 def test_two_processes_started_by_torchrun(reference: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*torchrun, "-m", "drawbar", "train", "config.yaml", STEPS, "run.name=torchrun", "train.micro_batch=2"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import drawbar
-from exhaustive import some
+from exhaustive import asked, params
 from harness import run_ranks
 from runs import fit_in, largest_difference, losses, scores, weights
 
@@ -47,7 +47,7 @@ TWO = {
     "gpipe": ["pipeline=2", "schedule=gpipe"],
     "1f1b": ["pipeline=2"],
     "interleaved": ["pipeline=2", "schedule=interleaved"],
-    **{f"deepspeed {stage}": ["strategy=deepspeed", f"zero_stage={stage}"] for stage in some(range(4), 2)},
+    **{f"deepspeed {stage}": ["strategy=deepspeed", f"zero_stage={stage}"] for stage in range(4)},
     "deepspeed 2 with offload": ["strategy=deepspeed", "zero_stage=2", "offload=true"],
     "deepspeed 3 with offload": ["strategy=deepspeed", "zero_stage=3", "offload=true"],
     "deepspeed and tensor": ["strategy=deepspeed", "zero_stage=1", "tensor=2"],
@@ -60,7 +60,11 @@ FOUR = {
     "pipeline and fsdp": ["strategy=fsdp", "pipeline=2"],
     "pipeline and tensor": ["pipeline=2", "tensor=2"],
 }
-CASES = [(2, name) for name in TWO] + [(4, name) for name in FOUR]
+RARE = {"deepspeed 1", "deepspeed 2"}
+CASES = params(
+    [(2, name) for name in TWO] + [(4, name) for name in FOUR],
+    [(2, name) for name in TWO.keys() - RARE] + [(4, name) for name in FOUR],
+)
 FOUR_BLOCKS = "task.from_scratch.num_hidden_layers=4"
 """For the interleaved schedule, of which each rank has two stages; two blocks are quicker."""
 
@@ -97,7 +101,7 @@ def _train_all(folder: str, cases: dict[str, list[str]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The reference runs, with an evaluation, and those of all cases."""
     folder = tmp_path_factory.mktemp("strategies")
     write_records(folder / "records.jsonl", 0, 41)
@@ -105,7 +109,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.yaml").write_text(CONFIG)
     for reference in (["run.name=one"], ["run.name=interleaved-one", FOUR_BLOCKS]):
         fit_in(folder, *reference)
-    for ranks, cases in ((2, TWO), (4, FOUR)):
+    names = asked(request, "name")
+    for ranks, known in ((2, TWO), (4, FOUR)):
+        cases = {name: known[name] for name in names if name in known}
         heard = run_ranks(train_all, ranks, str(folder), cases, timeout=500)
         assert not [text for rank in heard for text in rank if "FSDP2-wrapped module" in text]
     return folder / "runs"

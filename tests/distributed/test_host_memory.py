@@ -35,6 +35,8 @@ from drawbar.tasks.task_context import TaskContext
 from harness import run_ranks
 from memory import memory
 
+pytestmark = pytest.mark.exhaustive
+
 MIB = 2**20
 CPU = torch.device("cpu")
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 4096}

@@ -2,7 +2,7 @@
 
 Each case trains three steps and saves. Each reader loads that, and makes the next five: its losses are those of one
 process that was never interrupted. What it has loaded is, tensor by tensor, what was saved. Here, each save is read by
-itself and by one other, and some by one process; by all with ``DRAWBAR_TESTS=all``.
+itself and by one other, and some by one process; in `make test-all`, by all.
 """
 
 from itertools import product
@@ -25,7 +25,7 @@ from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.engine import Engine
 from drawbar.engines.local_shards import ShardCopier
 from drawbar.engines.results import EngineState
-from exhaustive import ALL, some
+from exhaustive import asked, evenly, params, some
 from harness import run_ranks
 from parts_writing import begin_parts, commit_parts
 from tiny import CPU, random_step, tiny_config, tiny_engine, vector
@@ -54,10 +54,11 @@ FURTHER: dict[str, tuple[int, dict[str, Any]]] = {
 NAMES = list(CASES)
 OTHER = {name: NAMES[(number + 4) % len(NAMES)] for number, name in enumerate(NAMES)}
 """For each case, one that reads it; every case reads one."""
-PAIRS = [
-    *((saver, reader) for saver in CASES for reader in CASES if ALL or reader in (saver, OTHER[saver])),
-    *((saver, reader) for saver in some(FURTHER, 3) for reader in ("single", saver)),
-]
+PAIRS = params(
+    [*product(CASES, CASES), *product(FURTHER, ["single"]), *((name, name) for name in FURTHER)],
+    [*((saver, reader) for saver in CASES for reader in (saver, OTHER[saver]))]
+    + [(saver, reader) for saver in evenly(FURTHER, 3) for reader in ("single", saver)],
+)
 EVERY = {**CASES, **FURTHER}
 GPT2 = {"gpt2 on two": (2, {"strategy": "ddp", "tensor": 2}), "gpt2 on four": (4, {"strategy": "fsdp", "tensor": 2})}
 """A model whose fused layers tensor parallelism stores in another order."""
@@ -163,15 +164,17 @@ class Matrix:
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     sizes = {name: size for name, (size, _) in EVERY.items()}
-    return Matrix(tmp_path_factory.mktemp("matrix"), sizes, PAIRS)
+    pairs = [pair for pair in asked(request, "saver", "reader") if pair[0] in EVERY]
+    return Matrix(tmp_path_factory.mktemp("matrix"), sizes, pairs)
 
 
 @pytest.fixture(scope="module")
-def of_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+def of_gpt2(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     sizes = {name: size for name, (size, _) in GPT2.items()} | {"gpt2 alone": 1}
-    return Matrix(tmp_path_factory.mktemp("gpt2"), sizes, GPT2_PAIRS)
+    pairs = [pair for pair in asked(request, "saver", "reader") if pair[0] in sizes]
+    return Matrix(tmp_path_factory.mktemp("gpt2"), sizes, pairs)
 
 
 @pytest.fixture(scope="module")

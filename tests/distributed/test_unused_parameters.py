@@ -176,6 +176,7 @@ def waits_of_steps() -> tuple[list[int], bool]:
         return waits, refused
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_fsdp_wait_for_one_another_only_where_the_parts_change() -> None:
     """The one that changes alone is stopped."""
     assert run_ranks(waits_of_steps, 2) == [([1, 0, 1, 0, 1, 0], False), ([1, 0, 1, 0, 1, 1], True)]

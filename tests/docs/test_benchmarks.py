@@ -13,7 +13,6 @@ from transformers import BertConfig, BertModel, BertTokenizer
 
 import drawbar
 from conftest import write_text
-from exhaustive import ALL
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -101,7 +100,7 @@ def test_formats_of_moments_are_compared(tmp_path: Path) -> None:
     assert losses[moments_accuracy.STOCHASTIC] == pytest.approx(losses[moments_accuracy.FP32], rel=1e-2)
 
 
-@pytest.mark.skipif(not ALL, reason="its processes import torch anew: make test-all runs it")
+@pytest.mark.exhaustive  # its processes import torch anew
 def test_speed_beside_a_neighbour_is_measured() -> None:
     found = busy_neighbour.measure(rounds=1, seconds=0.1, names=["drawbar"])
     assert all(found["drawbar"][where][0] > 0 for where in ("quiet", "busy"))

@@ -3,12 +3,15 @@
 import random
 from pathlib import Path
 
+import pytest
 from made_up import write_data
 from pages import run_commands, write_files
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from harness import run_script
 from parts_writing import state_of, write_parts
+
+pytestmark = pytest.mark.exhaustive
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 

@@ -28,6 +28,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.exhaustive
 def test_every_command_runs(folder: Path) -> None:
     assert run_commands(PAGE, folder) == 7
     runs = folder / "runs"

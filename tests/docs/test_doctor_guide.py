@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 from made_up import write_data
 from pages import run_commands, write_files
 
 from drawbar.launch.findings import Level
+
+pytestmark = pytest.mark.exhaustive
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 

@@ -81,6 +81,7 @@ def filled(node: Node) -> Node:
     return node
 
 
+@pytest.mark.exhaustive
 def test_every_need_of_a_wheel_is_a_wheel_or_on_the_node(filled: Node) -> None:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     wheels = {wheelhouse.canonicalize_name(path.name.partition("-")[0]): path for path in filled.wheels.rglob("*.whl")}
@@ -111,6 +112,7 @@ def test_what_a_node_has_is_left_out_and_agreed_with(tmp_path: Path) -> None:
         assert found == (message and f"{wheel.name} {message}")
 
 
+@pytest.mark.exhaustive
 def test_the_wheels_train_without_an_index(filled: Node) -> None:
     """As docs/launch.md says it."""
     script = """
@@ -138,7 +140,7 @@ def test_the_commands_can_be_pasted_and_end_in_time() -> None:
     assert set(CASES) <= asked
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_command_runs_and_every_case_is_measured(node: Node) -> None:
     found: dict[str, list[dict[str, Any]]] = {}
     for command in COMMANDS:

@@ -41,6 +41,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.exhaustive
 def test_every_command_about_tasks_runs(tasks: Path) -> None:
     for run, names in {
         "stories": {"loss", "perplexity", "bits_per_byte"},
@@ -72,6 +73,7 @@ def test_what_was_wrong_leaves_nothing_behind(tasks: Path) -> None:
     assert (tasks / "merged" / "model.safetensors").exists()
 
 
+@pytest.mark.exhaustive
 def test_every_command_about_data_runs(tmp_path: Path) -> None:
     walked(DATA, tmp_path, at_least=5)
 

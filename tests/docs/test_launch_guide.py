@@ -33,6 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.exhaustive
 def test_every_command_runs_and_every_run_is_the_same(
     folder: Path, slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 from made_up import write_data
 from pages import run_commands, write_files
+
+pytestmark = pytest.mark.exhaustive
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 

@@ -15,6 +15,8 @@ from drawbar.tasks.task_registry import task_class
 from exhaustive import some
 from preset_models import CONFIGS, PRESETS, named, number_of_layers, write_stand_in
 
+pytestmark = pytest.mark.exhaustive
+
 
 @cache
 def plan(preset: Path, layers: int, micro_batch: int | None = None) -> RunForecast:

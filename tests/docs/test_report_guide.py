@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import get_args
 
+import pytest
 from made_up import write_data
 from pages import run_commands, write_files
 
 from drawbar.launch.jobs.run_view import STALE, SUBMITTED, UNKNOWN, RunState
 from drawbar.report import recorded_run, report_page, run_history
+
+pytestmark = pytest.mark.exhaustive
 
 PAGE = Path(__file__).parents[2] / "docs" / "report.md"
 

@@ -74,6 +74,7 @@ def html(site: Path) -> dict[Path, Page]:
     return {path: Page(path) for path in site.rglob("*.html") if "_static" not in path.parts}
 
 
+@pytest.mark.exhaustive
 def test_every_page_is_on_the_site(site: Path, html: dict[Path, Page]) -> None:
     for page in (*DOCS.rglob("*.md"), ROOT / "README.md", *ROOT.glob("examples/*/README.md")):
         assert (site / page.relative_to(ROOT)).with_suffix(".html") in html

@@ -16,7 +16,7 @@ from sshd import Sshd
 PAGE = Path(__file__).parents[2] / "docs" / "launch_ssh.md"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_command_runs(sshd: Sshd, tmp_path: Path) -> None:
     write_data(tmp_path)
     write_files(PAGE, tmp_path)

@@ -14,6 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
 PARTS = [block for block in blocks(PAGE) if block.mark == "part"]
 
 
+@pytest.mark.exhaustive
 def test_every_command_runs(tmp_path: Path) -> None:
     write_data(tmp_path)
     write_files(PAGE, tmp_path)

@@ -4,10 +4,13 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 from walkthrough import copy_example, walk
 
 from conftest import write_text
 from runs import losses, scores
+
+pytestmark = pytest.mark.exhaustive
 
 SMALLER = {
     "task.from_scratch.n_embd": 32,

@@ -9,6 +9,8 @@ from walkthrough import copy_example, walk
 
 from runs import largest_difference, losses, scores
 
+pytestmark = pytest.mark.exhaustive
+
 SMALLER = {
     "task.from_scratch.hidden_size": 32,
     "task.from_scratch.intermediate_size": 48,
@@ -22,7 +24,6 @@ SMALLER = {
 FEWER = ("train.steps=40", "train.steps=4")
 
 
-@pytest.mark.slow
 def test_the_walkthrough(tmp_path: Path) -> None:
     copy_example("llama_at_scale", tmp_path, config=SMALLER)
     printed = walk("llama_at_scale", tmp_path, smaller=FEWER)

@@ -12,6 +12,8 @@ from walkthrough import commands, copy_example, walk, write_sentiments
 from harness import Finished, free_port, run_torchrun
 from runs import losses
 
+pytestmark = pytest.mark.exhaustive
+
 SMALLER = {
     **{f"task.from_scratch.{side}_layers": 1 for side in ("encoder", "decoder")},
     **{f"task.from_scratch.{side}_ffn_dim": 32 for side in ("encoder", "decoder")},

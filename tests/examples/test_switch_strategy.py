@@ -13,6 +13,8 @@ import drawbar
 from harness import run_ranks
 from runs import largest_difference, losses, scores, weights
 
+pytestmark = pytest.mark.exhaustive
+
 SMALLER = {"task.tokenizer.vocab_size": 400, "train.steps": 4, "eval.every": 4, "optim.warmup": 2}
 LLAMA = {"task.from_scratch.hidden_size": 32, "task.from_scratch.intermediate_size": 48}
 T5 = {"task.from_scratch.d_model": 32, "task.from_scratch.d_ff": 48, "task.generation.max_new_tokens": 4}

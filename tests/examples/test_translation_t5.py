@@ -5,9 +5,12 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from walkthrough import copy_example, walk
 
 from runs import metrics, scores
+
+pytestmark = pytest.mark.exhaustive
 
 ENGLISH = "the dog man sees likes red old small house tree".split()  # noqa: SIM905 - a sentence reads better
 GERMAN = "der hund mann sieht mag rot alt klein haus baum".split()  # noqa: SIM905

@@ -388,6 +388,7 @@ def join() -> None:
     Distributed(RankInfo.from_environment(), torch.device("cpu"), timeout=1).__enter__()
 
 
+@pytest.mark.exhaustive
 def test_a_port_where_a_stranger_listens(taken_port: int) -> None:
     with pytest.raises(AssertionError, match=r"error: rank 1 could not meet(.|\n)*MASTER_PORT(.|\n)*fix:"):
         run_ranks(join, 1, env=rank_of_two(1, taken_port), timeout=60)

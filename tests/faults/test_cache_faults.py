@@ -22,10 +22,13 @@ from drawbar.data.cache import content_key, encode_cached
 from drawbar.data.dataset import EncodedDataset
 from drawbar.data.sources import read_list
 from drawbar.errors import ExitCode, UserError
+from exhaustive import params
 
 RECORDS = [{"n": n} for n in range(60)]
 MADE_OF = {"the records": "20 numbers"}
 KEY = content_key(MADE_OF)
+PATIENCE = 150
+"""Seconds for processes that start anew, on a machine that does much else."""
 
 
 @dataclass
@@ -65,7 +68,7 @@ def cached(
 def run(folder: Path, number: int, encoder: Encoder, eager: bool, workers: int, count: int) -> None:
     (folder / f"started-{number}").touch()  # on a busy machine one might come when the others have ended
     wait_until(lambda: len(list(folder.glob("started-*"))) >= count)
-    cache.HEAD_START_SECONDS = 30.0  # processes may start seconds apart on a busy machine
+    cache.HEAD_START_SECONDS = PATIENCE  # processes may start seconds apart on a busy machine
     try:
         dataset = cached(folder, encoder, eager=eager, workers=workers)
         items = [[dataset[i]["input_ids"].tolist(), dataset[i]["name"]] for i in range(len(dataset))]
@@ -89,15 +92,15 @@ def start(
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < end, "waited 30 s in vain"
+        assert time.monotonic() < end, f"waited {PATIENCE} s in vain"
         time.sleep(0.01)
 
 
 def finish(processes: list[SpawnProcess]) -> None:
     for process in processes:
-        process.join(30)
+        process.join(PATIENCE)
     alive = [process for process in processes if process.is_alive()]
     for process in alive:
         process.kill()
@@ -122,7 +125,7 @@ def expected_items() -> list[Any]:
     return [[list(range(1 + n % 5)), str(n)] for n in range(60)]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", params([0, 1], often=[0]))
 def test_three_processes_encode_once(tmp_path: Path, workers: int) -> None:
     encoder = Encoder(tmp_path / "calls")
     processes = start(tmp_path, 3, encoder, eager=lambda number: workers == 1 or number == 1, workers=workers)
@@ -137,6 +140,7 @@ def test_three_processes_encode_once(tmp_path: Path, workers: int) -> None:
     check_cache(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_one_takes_over_from_a_killed_process(tmp_path: Path) -> None:
     encoder = Encoder(tmp_path / "calls")
     processes = start(tmp_path, 3, encoder)
@@ -152,8 +156,9 @@ def test_one_takes_over_from_a_killed_process(tmp_path: Path) -> None:
     check_cache(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_workers_end_with_a_killed_process(tmp_path: Path) -> None:
-    encoder = Encoder(tmp_path / "calls", seconds=0.1)
+    encoder = Encoder(tmp_path / "calls", seconds=1)  # the second worker finds something left, however late it starts
     processes = start(tmp_path, 1, encoder, workers=2)
     wait_until(lambda: len({line.split()[1] for line in calls(encoder)}) == 2)
     workers = {int(line.split()[1]) for line in calls(encoder)}
@@ -170,6 +175,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.exhaustive
 def test_waiting_for_a_stopped_process_ends(tmp_path: Path) -> None:
     encoder = Encoder(tmp_path / "calls")
     processes = start(tmp_path, 1, encoder)

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from checkpointing_run import NEW, OLD, CheckpointingRun, kind, phase
+from exhaustive import params
 from faulty_disk import Ended, FaultyDisk
 
 COUNTS = Path(__file__).with_name("crash_points.json")
@@ -136,7 +137,7 @@ def write_counts(layout: str, ranks: int, tried: Mapping[Place, Sequence[int]], 
     COUNTS.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 
 
-@pytest.fixture(scope="module", params=["whole-1", "whole-2", "parts-1", "parts-2"])
+@pytest.fixture(scope="module", params=params(["whole-1", "whole-2", "parts-1", "parts-2"], often=["parts-1"]))
 def case(request: pytest.FixtureRequest, disk: FaultyDisk, memory_path: Path) -> tuple[str, int, CheckpointingRun]:
     layout, ranks = request.param.split("-")
     folder = memory_path / request.param

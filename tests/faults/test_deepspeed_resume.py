@@ -13,6 +13,8 @@ from drawbar.engines.deepspeed_parts import DeepSpeedUpdater
 from harness import run_ranks
 from runs import fit_in, largest_difference, losses, weights
 
+pytestmark = pytest.mark.exhaustive
+
 SETTINGS = ("train.steps=16", "checkpoint.every=4", "eval.every=null", "train.micro_batch=2")
 """Two micro-batches in each step of two processes."""
 STAGES = (1, 2, 3)

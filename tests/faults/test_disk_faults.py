@@ -10,8 +10,10 @@ import pytest
 
 from checkpointing_run import KINDS, OLD, CheckpointingRun, phase
 from drawbar.checkpoint.directory import CheckpointDirectory
-from exhaustive import some
+from exhaustive import evenly, params
 from faulty_disk import ALWAYS, Ended, FaultyDisk
+
+pytestmark = pytest.mark.exhaustive
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,14 @@ CASES = [
     *(("rotation", name) for name in ("stale handle", "read-only")),
 ]
 """When, and which: a restore writes into no file, and a rotation only renames and deletes."""
-RUNS = {
-    "whole-1": some(CASES, 4),
-    "parts-1": some(CASES, 8),
+OFTEN = {
+    "whole-1": evenly(CASES, 4),
+    "parts-1": evenly(CASES, 8),
     "parts-2": [("restore", "read-only"), ("save", "full"), ("rotation", "stale handle")],
 }
 """By layout and number of ranks."""
+OF_ONE_RANK = [(run, *case) for run in ("whole-1", "parts-1") for case in CASES]
+OF_TWO = [("parts-2", *case) for case in OFTEN["parts-2"]]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +73,7 @@ def check_said(ended: Ended, error: int) -> None:
 
 @pytest.mark.parametrize(
     ("run", "during", "name"),
-    [(run, *case) for run, cases in RUNS.items() for case in cases],
+    params(OF_ONE_RANK + OF_TWO, [(run, *case) for run, cases in OFTEN.items() for case in cases]),
     indirect=["run"],
 )
 def test_an_error(during: str, name: str, run: CheckpointingRun, calls: list[str]) -> None:

@@ -176,6 +176,7 @@ def test_what_no_rank_can_do_is_told_once(doomed: Path) -> None:
     check_gone(ranks(doomed))
 
 
+@pytest.mark.exhaustive
 def test_torchrun_names_the_rank_that_raised(doomed: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*torchrun, "-m", "drawbar", "train", "config.yaml", *SETTINGS]

@@ -67,6 +67,7 @@ def test_an_error_on_one_rank(
     interrupted.check_goes_on(project)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_while_it_writes(
     rank: int, project: Path, interrupted: InterruptedRun, disk: FaultyDisk

@@ -144,6 +144,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     return {name: Seen(**facts) for name, facts in json.loads(result.stdout.splitlines()[-1]).items()}
 
 
+@pytest.mark.exhaustive
 def test_full_before_the_start(seen: dict[str, Seen]) -> None:
     before = seen["before"]
     assert before.code == 2, before.output
@@ -194,6 +195,7 @@ class Limited(drawbar.CausalLM):
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("limit", "stopped"), [(1000, "a file of the run"), (4000, "runs/tiny/tokenizer.tmp")])
 def test_a_run_directory_that_is_opened_half(limit: int, stopped: str, project: Path) -> None:
     """The first files come after all checks. Where they cannot be written, the same command must work later."""

@@ -13,6 +13,7 @@ from drawbar.checkpoint.read import read_state
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.util.best_score import BestScore
+from exhaustive import params
 from harness import wait_until
 from runs import Fit
 
@@ -49,7 +50,7 @@ class FailingSave(drawbar.Callback):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-@pytest.mark.parametrize("every", ["4", "null"])
+@pytest.mark.parametrize("every", params(["4", "null"], often=["4"]))
 @pytest.mark.parametrize(
     ("later", "best"),
     [

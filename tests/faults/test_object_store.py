@@ -89,6 +89,7 @@ def test_a_run_goes_on_on_a_machine_that_has_nothing(
     assert server.steps(folder) == CheckpointDirectory(run / "checkpoints").steps()
 
 
+@pytest.mark.exhaustive
 def test_a_fork_goes_on_on_a_machine_that_has_nothing(
     server: ObjectServer, remote: str, project: Path, run: Path, fit: Fit
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_fork_goes_on_on_a_machine_that_has_nothing(
     assert not run.exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("resume", ["best", "runs/tiny/checkpoints/step-00000012"])
 def test_a_fork_from_a_named_checkpoint_goes_on_though_that_is_gone(
     resume: str, server: ObjectServer, remote: str, project: Path, run: Path, fit: Fit
@@ -117,6 +119,7 @@ def test_a_fork_from_a_named_checkpoint_goes_on_though_that_is_gone(
             fit(*SETTINGS, remote, fork="named", resume=resume.replace("12", "08"))
 
 
+@pytest.mark.exhaustive
 def test_a_folder_that_somebody_empties_is_filled_again(
     server: ObjectServer, remote: str, folder: str, run: Path, fit: Fit
 ) -> None:
@@ -136,6 +139,7 @@ def test_a_folder_that_somebody_empties_is_filled_again(
     assert fit(*SETTINGS, remote).exit_code == ExitCode.DONE
 
 
+@pytest.mark.exhaustive
 def test_a_refused_copy_leaves_no_run_behind(
     server: ObjectServer, remote: str, folder: str, project: Path, run: Path, fit: Fit
 ) -> None:
@@ -150,6 +154,7 @@ def test_a_refused_copy_leaves_no_run_behind(
         assert {path.name for path in run.iterdir()} <= {".lock"}
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_config_of_the_store_is_named_there(
     server: ObjectServer, remote: str, folder: str, project: Path, fit: Fit
 ) -> None:
@@ -161,6 +166,7 @@ def test_a_damaged_config_of_the_store_is_named_there(
     assert f"{BUCKET}/{folder}/config.yaml" in str(refused.value.remedy)
 
 
+@pytest.mark.exhaustive
 def test_parts_of_two_ranks(server: ObjectServer, remote: str, folder: str, project: Path, run: Path) -> None:
     for settings in (("run.name=whole",), (remote, "train.steps=8"), (remote,)):
         done = run_cli(*TRAIN, *PARTS, *settings, cwd=project, env=server.env)
@@ -171,6 +177,7 @@ def test_parts_of_two_ranks(server: ObjectServer, remote: str, folder: str, proj
     check_same(run, project / "runs" / "whole")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("share", [0.25, 0.7])
 def test_killed_while_it_copies(
     share: float, server: ObjectServer, remote: str, folder: str, whole: Path, project: Path, run: Path, tmp_path: Path
@@ -203,6 +210,7 @@ def test_killed_while_it_copies(
     assert {int(name[:8]) for name in names} == {*stored}, f"request {at}"
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_copy(
     server: ObjectServer, remote: str, folder: str, whole: Path, project: Path, run: Path, fit: Fit
 ) -> None:
@@ -230,6 +238,7 @@ def test_a_damaged_copy(
         fit(*SETTINGS, remote)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("damaged", [{8}, {4, 8}], ids=["newest", "all"])
 def test_damage_on_the_disk_is_mended_from_the_store(
     damaged: set[int], remote: str, folder: str, server: ObjectServer, whole: Path, run: Path, fit: Fit
@@ -246,6 +255,7 @@ def test_damage_on_the_disk_is_mended_from_the_store(
     assert server.steps(folder) == CheckpointDirectory(run / "checkpoints").steps()
 
 
+@pytest.mark.exhaustive
 def test_a_store_that_is_down(
     server: ObjectServer,
     remote: str,
@@ -278,6 +288,7 @@ def test_a_store_that_is_down(
     assert "goes on from its own disk" in capfd.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_told_to_stop_while_it_copies(
     server: ObjectServer, remote: str, folder: str, project: Path, run: Path, tmp_path: Path
 ) -> None:
@@ -313,6 +324,7 @@ def refusal(server: ObjectServer, project: Path, *settings: str) -> Finished:
     return done
 
 
+@pytest.mark.exhaustive
 def test_two_runs_that_write_one_folder(
     server: ObjectServer, remote: str, folder: str, project: Path, run: Path, fit: Fit
 ) -> None:

@@ -141,6 +141,7 @@ def test_a_signal_saves_and_says_so(tmp_path: Path, number: signal.Signals, code
     assert saved == [f"step-{last:08d}"]
 
 
+@pytest.mark.exhaustive
 def test_a_fork_takes_another_learning_rate(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     assert run_cli("train", "config.yaml", cwd=project).code == 0
@@ -173,6 +174,7 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
     assert losses(project / "runs" / "tiny") == expected
 
 
+@pytest.mark.exhaustive
 def test_changed_data_refuses_to_resume(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     assert run_cli("train", "config.yaml", cwd=project).code == 0

@@ -18,7 +18,7 @@ import drawbar
 from conftest import make_project
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.distributed.rank_info import RankInfo
-from exhaustive import some
+from exhaustive import evenly
 from harness import run_cli, run_ranks, start_cli, wait_until
 from runs import losses, metrics, scores, weights
 
@@ -41,7 +41,8 @@ tracking: {log_every: 1, tensorboard: false}
 PHASES = ("step", "evaluation", "generation", "save")
 WHO: dict[str, tuple[int, int]] = {"one": (0, 1), "all": (1, 1), "all, and again by their launcher": (2, 2)}
 """How often the first rank is told, and the others (who are told nothing where one is)."""
-CASES = some(product(PHASES, WHO), 6)
+CASES = list(product(PHASES, WHO))
+SOME_OR_ALL = [evenly(CASES, 6), pytest.param(CASES, marks=pytest.mark.exhaustive)]
 
 
 class Told(drawbar.CausalLM):
@@ -88,7 +89,7 @@ def telling_writer() -> Iterator[None]:
         CheckpointDirectory.write = write  # type: ignore[method-assign]
 
 
-def train_all(folder: str) -> dict[str, int]:
+def train_all(folder: str, cases: list[tuple[str, str]]) -> dict[str, int]:
     """Every phase, told to one rank or to all: stopped, and gone on with; the exit code of each first part."""
     rank = RankInfo.from_environment().rank
     codes = {}
@@ -102,7 +103,7 @@ def train_all(folder: str) -> dict[str, int]:
     with chdir(folder), telling_writer():
         torch.set_num_threads(1)
         assert fit("whole") == 0
-        for phase, who in CASES:
+        for phase, who in cases:
             name = f"{phase}-{len(codes)}"
             first, others = WHO[who]
             Told.phase, Told.signals = phase, (first or 1) if rank == 0 else others * (who != "one")
@@ -112,13 +113,14 @@ def train_all(folder: str) -> dict[str, int]:
     return codes
 
 
-def test_in_any_phase_to_one_rank_or_to_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", SOME_OR_ALL, ids=["some", "all"])
+def test_in_any_phase_to_one_rank_or_to_all(cases: list[tuple[str, str]], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "data.jsonl").write_text("".join(f'{{"text": "{"pull " * (1 + n % 5)}{n}"}}\n' for n in range(24)))
-    first, second = run_ranks(train_all, 2, str(tmp_path), env={"TORCHELASTIC_RUN_ID": "1"})
+    first, second = run_ranks(train_all, 2, str(tmp_path), cases, env={"TORCHELASTIC_RUN_ID": "1"})
     assert first == second
     assert set(first.values()) == {75}
-    assert len(first) == len(CASES)
+    assert len(first) == len(cases)
     whole = tmp_path / "runs" / "whole"
     final = weights(whole, 6)
     for name in first:

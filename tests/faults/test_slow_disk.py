@@ -5,10 +5,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.inspection import problems
 from faulty_disk import Ended, FaultyDisk
 from points import write_points
+
+pytestmark = pytest.mark.exhaustive
 
 TIMEOUT = 10
 """``launch.timeout`` in seconds; the least that there is."""

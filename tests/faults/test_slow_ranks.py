@@ -90,6 +90,7 @@ def train_slowly(folder: str) -> int:
         return fit(Slow, "train.steps=3", "eval.every=2", "checkpoint.every=2")
 
 
+@pytest.mark.exhaustive
 def test_what_rank_0_does_for_all_takes_as_long_as_it_takes(tmp_path: Path) -> None:
     run = make_project(tmp_path) / "runs" / "tiny"
     assert run_ranks(train_slowly, 2, str(tmp_path), env={"TORCHELASTIC_RUN_ID": "1"}) == [0, 0]

@@ -98,6 +98,7 @@ def test_a_save_that_fails_is_left_out(name: str, tmp_path: Path) -> None:
     assert metrics(run)[-2]["train/failed_saves"] == 1  # the last line is of scores
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["whole", "parts"])
 def test_the_last_save_must_succeed(name: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -75,7 +75,7 @@ def environment_of(pid: int) -> bytes:
         return b""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_hosts_train_as_one_process_and_go_on_after_a_signal(sshd: Sshd, tmp_path: Path) -> None:
     """In a folder, and with data, whose names a shell could mistake for something else; with a secret."""
     folder = tmp_path / "it's $(touch planted); `touch planted` #1"
@@ -122,7 +122,7 @@ def test_two_hosts_train_as_one_process_and_go_on_after_a_signal(sshd: Sshd, tmp
     assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_when_one_host_loses_a_process_the_other_ends(sshd: Sshd, project: Path) -> None:
     settings = ("parallel.strategy=ddp", "train.steps=100000", "eval.every=null", "launch.nproc=1")
     rank = Submitted(sshd, project, *HOSTS, *settings)

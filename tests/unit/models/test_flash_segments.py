@@ -96,7 +96,7 @@ RECOMPILES = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "kept"), [("llama", "none"), pytest.param("mistral", "selective", marks=RECOMPILES)]
 )

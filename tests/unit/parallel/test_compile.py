@@ -46,7 +46,7 @@ def train(model: torch.nn.Module) -> list[float]:
     return losses
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_losses_are_equal_and_lengths_are_compiled_once() -> None:
     plain, model = build(), build()
     names = [name for name, _ in model.named_parameters()]
