@@ -62,10 +62,10 @@ def render(results: Path = RESULTS) -> str:
     machine = json.loads((results / "W1.json").read_text("utf-8"))["machine"]
     note = (
         f"Measured side by side on {machine['cores']} cores of a CPU in fp32: medians, with the lowest and the "
-        "highest, of rounds whose losses were equal; – was not measured. All parts of the suite, where drawbar is not "
-        "the fastest too: [performance.md](performance.md). The first two rows are what the others' own "
-        f"pages and code said {READ} (HSDP: FSDP within groups of processes, DDP between them; EP: expert parallelism, "
-        f"which drawbar has not): {sources}."
+        "highest, of rounds whose losses were equal; – was not measured. For all parts of the suite, including those where "
+        "drawbar is not the fastest, see [performance.md](performance.md). The first two rows come from the others' own "
+        f"pages and code {READ} (HSDP: FSDP within groups of processes, DDP between them; EP: expert parallelism, "
+        f"which drawbar lacks): {sources}."
     )
     return f"{BEGIN}\n{markdown_table(rows).replace('---:', '---')}\n\n{note}\n{END}"
 
