@@ -56,7 +56,7 @@ def _of_sweep(sweep: dict[str, Any]) -> str:
     return (
         f"**{sweep['configurations']} configurations drawn at random** (models, batches, formats, strategies; "
         f"`--sweep {sweep['configurations']} --seed {sweep['seed']}`), each with the least memory in which "
-        f"it fits according to its plan: {sweep['false_fits']} did not fit. The peaks were off by {sweep['lowest']:+.1%} to "
-        f"{sweep['highest']:+.1%}; bytes of parameters, gradients and optimizer state differed in "
-        f"{sweep['state_differs']}.\n"
+        f"it fits according to its plan: {sweep['false_fits']} did not fit. The peaks were off by "
+        f"{sweep['lowest']:+.1%} to {sweep['highest']:+.1%}; bytes of parameters, gradients and optimizer state "
+        f"differed in {sweep['state_differs']}.\n"
     )

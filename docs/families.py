@@ -232,12 +232,12 @@ with random weights, in training and in evaluation mode, without dropout, with s
 `python docs/families.py` writes this page; `make test-all` measures it again.
 
 - **equal**: the logits are the same to 1e-4 of the largest, or the greedy texts are the same.
-- **one by one**: they are not, so drawbar makes micro-batches of one sample, and warns in training; texts, which are padded on
-  the left, are generated one at a time.
+- **one by one**: they are not, so drawbar makes micro-batches of one sample, and warns in training; texts, which are
+  padded on the left, are generated one at a time.
 - **refused**: drawbar does not compute rows of several samples (`data.batching: packed`, `data.padding_free: true`).
 
-A model with longrope rotary embeddings (Phi-3 with 128 k positions) is computed one by one if `data.sequence_length` is above
-its `original_max_position_embeddings`; with dynamic ones, texts end there.
+A model with longrope rotary embeddings (Phi-3 with 128 k positions) is computed one by one if `data.sequence_length` is
+above its `original_max_position_embeddings`; with dynamic ones, texts end there.
 
 Sampled texts (`temperature` above 0) draw from one stream of random numbers for all rows, so they depend on the batch.
 
