@@ -28,7 +28,7 @@ PARALLEL = {
     "drawbar": "DDP, ZeRO-1, FSDP, HSDP, DeepSpeed, TP, PP, CP",
     "Hugging Face Trainer": "DDP, FSDP, HSDP, DeepSpeed, TP, CP, EP",
     "Accelerate": "DDP, FSDP, HSDP, DeepSpeed, TP, CP",
-    "Lightning": "DDP, FSDP, HSDP, DeepSpeed; FSDP with TP, experimental, by a plan of yours",
+    "Lightning": "DDP, FSDP, HSDP, DeepSpeed; FSDP with TP, experimental, with your own plan",
     "torchtitan": "DDP, FSDP, HSDP, TP, PP, CP, EP",
     "axolotl": "DDP, FSDP, HSDP, DeepSpeed, TP, CP, EP",
 }
@@ -45,7 +45,7 @@ MEASURED = {
     "a small Llama, speed ÷ a loop by hand": ("W1", "{} fp32", "÷ by hand"),
     "the same, compiled": ("W1", "{} fp32, compiled", "÷ by hand"),
     "the same, not compiled: peak MiB": ("W1", "{} fp32", "peak MiB"),
-    "… and seconds until the first step is made": ("W1", "{} fp32", "first step after s"),
+    "… and seconds to the first step": ("W1", "{} fp32", "first step after s"),
     "texts of very different lengths, speed ÷ a loop by hand": ("W2", "{} fp32", "÷ by hand"),
 }
 """What was measured: the part of the suite, the row of a trainer, and the column."""
@@ -55,17 +55,17 @@ def render(results: Path = RESULTS) -> str:
     """The table, and where its facts come from."""
     rows: list[dict[str, Any]] = [
         {"": "you write", **WRITTEN},
-        {"": "spread over processes by", **PARALLEL},
+        {"": "parallelism", **PARALLEL},
         *({"": what, **_measured(results, *where)} for what, where in MEASURED.items()),
     ]
     sources = ", ".join(f"[{name}]({address})" for name, address in SOURCES.items())
     machine = json.loads((results / "W1.json").read_text("utf-8"))["machine"]
     note = (
         f"Measured side by side on {machine['cores']} cores of a CPU in fp32: medians, with the lowest and the "
-        "highest, of rounds whose losses were equal; – was not measured. All parts of the suite, where drawbar is not "
-        "the fastest too: [performance.md](performance.md). The first two rows are what the others' own "
-        f"pages and code said {READ} (HSDP: FSDP within groups of processes, DDP between them; EP: expert parallelism, "
-        f"which drawbar has not): {sources}."
+        "highest, of rounds whose losses were equal; – was not measured. For all parts of the suite, including those "
+        "where drawbar is not the fastest, see [performance.md](performance.md). The first two rows come from the "
+        f"others' own pages and code {READ} (HSDP: FSDP within groups of processes, DDP between them; EP: expert "
+        f"parallelism, which drawbar lacks): {sources}."
     )
     return f"{BEGIN}\n{markdown_table(rows).replace('---:', '---')}\n\n{note}\n{END}"
 

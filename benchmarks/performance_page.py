@@ -12,10 +12,10 @@ HEAD = """# Performance
 
 <!-- generated from benchmarks/results by `make docs`; do not edit -->
 
-How fast drawbar is beside other ways to train the same model on the same batches, and what the machine could do at
-most. `make bench` measures all of it again on your machine ([benchmarks](../benchmarks/README.md) says how). A number
-with a range is the median of the rounds, with the lowest and the highest; a ratio is taken round by round, as all
-contenders take turns. A run counts only where its losses agree with those of the loop written by hand.
+How fast drawbar is compared with other ways to train the same model on the same batches, and with the limits of the
+machine. `make bench` measures all of it again on your machine ([benchmarks](../benchmarks/README.md) says how). A
+number with a range is the median of the rounds, with the lowest and the highest; a ratio is taken round by round,
+since all contenders take turns. A run counts only if its losses agree with those of the loop written by hand.
 """
 
 

@@ -8,14 +8,14 @@ from benchmarks.common.statistic import markdown_table
 from drawbar.util.byte_sizes import readable
 
 RESULT = Path(__file__).parent / "results" / "plan_accuracy.json"
-HEAD = """# `drawbar plan` beside what was measured
+HEAD = """# How accurate `drawbar plan` is
 
 <!-- generated from benchmarks/results/plan_accuracy.json by `make docs`; do not edit -->
 
-Two steps of real ranks (gloo, on a CPU) beside their [plan](plan.md), the worst first;
+Two steps of real ranks (gloo, on a CPU) compared with their [plan](plan.md), the worst first;
 `python -m benchmarks.plan_accuracy` measures it again. The measured peak is the most that torch's CPU allocator had
-given out, counted on all threads; parameters, gradients and optimizer state are the tensors that the ranks hold. No GPU
-was at hand.
+allocated, counted on all threads; parameters, gradients and optimizer state are the tensors that the ranks hold. No GPU
+was available.
 """
 
 
@@ -55,8 +55,8 @@ def _row(row: dict[str, Any]) -> dict[str, str]:
 def _of_sweep(sweep: dict[str, Any]) -> str:
     return (
         f"**{sweep['configurations']} configurations drawn at random** (models, batches, formats, strategies; "
-        f"`--sweep {sweep['configurations']} --seed {sweep['seed']}`), each with the least memory of which its plan "
-        f"says that it fits: {sweep['false_fits']} did not fit. The peaks were off by {sweep['lowest']:+.1%} to "
-        f"{sweep['highest']:+.1%}; bytes of parameters, gradients and optimizer state differed in "
-        f"{sweep['state_differs']}.\n"
+        f"`--sweep {sweep['configurations']} --seed {sweep['seed']}`), each with the least memory in which "
+        f"it fits according to its plan: {sweep['false_fits']} did not fit. The peaks were off by "
+        f"{sweep['lowest']:+.1%} to {sweep['highest']:+.1%}; bytes of parameters, gradients and optimizer state "
+        f"differed in {sweep['state_differs']}.\n"
     )

@@ -227,19 +227,19 @@ def _is_equal_text(model: nn.Module) -> bool:
 HEADER = """\
 # Families
 
-What a family of transformers computes of a sample where others share its batch, compared with the sample alone: on tiny
-models with random weights, in training and in evaluation mode, without dropout, with samples of {lengths} tokens. The
-page is written by `python docs/families.py`; `make test-all` measures it again.
+For each model family of transformers: does a sample give the same result in a batch as alone? Measured on tiny models
+with random weights, in training and in evaluation mode, without dropout, with samples of {lengths} tokens.
+`python docs/families.py` writes this page; `make test-all` measures it again.
 
-- **equal**: the logits are the same to 1e-4 of the largest, or the greedy texts the same.
-- **one by one**: they are not, so drawbar makes micro-batches of one sample, and warns in training; texts, for which
-  padding stands on the left, are written one at a time.
-- **refused**: rows of several samples (`data.batching: packed`, `data.padding_free: true`) are not computed.
+- **equal**: the logits are the same to 1e-4 of the largest, or the greedy texts are the same.
+- **one by one**: they are not, so drawbar makes micro-batches of one sample, and warns in training; texts, which are
+  padded on the left, are generated one at a time.
+- **refused**: drawbar does not compute rows of several samples (`data.batching: packed`, `data.padding_free: true`).
 
-A model with rotary embeddings of the kind longrope (Phi-3 with 128 k positions) is computed one by one where
-`data.sequence_length` is above its `original_max_position_embeddings`; with those of the kind dynamic, texts end there.
+A model with longrope rotary embeddings (Phi-3 with 128 k positions) is computed one by one if `data.sequence_length` is
+above its `original_max_position_embeddings`; with dynamic ones, texts end there.
 
-Sampled texts (`temperature` above 0) draw from one stream of random numbers for all rows: they depend on the batch.
+Sampled texts (`temperature` above 0) draw from one stream of random numbers for all rows, so they depend on the batch.
 
 | family | task | padded rows | packed and padding-free rows | texts |
 | --- | --- | --- | --- | --- |
@@ -265,8 +265,8 @@ def render(rows: list[Row], untried: list[str], refused: list[str]) -> str:
     lengths = f"{', '.join(map(str, LENGTHS[:-1]))} and {LENGTHS[-1]}"
     return (
         f"{HEADER.format(lengths=lengths)}{table}\n\n"
-        f"Refused, as they are no causal language models: {', '.join(refused)}.\n\n"
-        f"Not measured, as there is no tiny model of them that takes tokens alone: {', '.join(untried)}.\n"
+        f"Refused, because they are not causal language models: {', '.join(refused)}.\n\n"
+        f"Not measured, because no tiny models of them take tokens alone: {', '.join(untried)}.\n"
     )
 
 

@@ -36,8 +36,8 @@ def fine_tuning(
         return report
     _measure(name, workload, builder, options, report)
     report.notes.append(
-        "Two passes over the same samples, of which the second is timed: whoever groups samples by length trains on "
-        "the same ones. No dropout; AdamW, clipping at 1."
+        "Two passes over the same samples, of which the second is timed; contenders that group samples by length train "
+        "on the same ones. No dropout; AdamW, clipping at 1."
     )
     return report
 
@@ -72,7 +72,7 @@ def _measure(name: str, workload: Workload, builder: list[str], options: Options
     shares = options.run(Call("benchmarks.parts.w2_variable_length:useful_tokens", {"workload": asdict(workload)}))
     shares = {who: shares[who] for who in ("drawbar", "rows as they come")}
     report.tables.append(
-        Table(f"{name}: computed tokens that carry something", [{"batches": k, "share": v} for k, v in shares.items()])
+        Table(f"{name}: computed tokens that are not padding", [{"batches": k, "share": v} for k, v in shares.items()])
     )
     _add_checks(name, report, measured, shares["drawbar"])
     best = best_of(measured, "drawbar").contender.settings
@@ -89,7 +89,7 @@ def _add_checks(name: str, report: Report, measured: dict[str, Measured], share:
             Check(f"{name}: {ours.contender.name} ÷ {theirs.contender.name}, the best of both", best, 1.0),
             Check(f"{name}: {ours.contender.name} ÷ Trainer's defaults", default, 2.0),
         ]
-    report.checks.append(Check(f"{name}: computed tokens that carry something", share, 0.95))
+    report.checks.append(Check(f"{name}: computed tokens that are not padding", share, 0.95))
 
 
 def useful_tokens(workload: dict[str, Any]) -> dict[str, float]:

@@ -62,8 +62,8 @@ def _measure_speed(workload: Workload, options: Options, report: Report) -> None
         rows.append(one.row(twin) | {"exposed communication": Statistic.of(exposed) if one.counts else None})
     report.tables.append(Table("Training", rows))
     report.notes.append(
-        "Exposed communication: the share of a step by which it is longer than that of the same loop whose ranks do "
-        f"not talk, at the same time on the same {os.cpu_count()} cores."
+        "Exposed communication: the share of a step by which it is longer than in the same loop without "
+        f"communication, at the same time on the same {os.cpu_count()} cores."
     )
     for label in ("DDP", "FSDP"):
         ours, twin = measured[f"drawbar fp32, {label}"], measured[f"loop by hand fp32, {label}"]
@@ -95,9 +95,9 @@ def _add_traffic(report: Report, counted: dict[Any, Any], sizes: dict[str, int])
                 "÷ formula": total / _formula(strategy, parts, sizes) if peer == "drawbar" else None,
             }
         )
-    report.tables.append(Table("Collectives of one step, and the bytes that they are given", rows))
+    report.tables.append(Table("Collectives of one step, and their input bytes", rows))
     report.notes.append(
-        "Formula, that of docs/strategies.md, in bytes of the parameters (fp32): ddp their gradients; zero1 gradients "
+        "The formula of docs/strategies.md, in bytes of the parameters (fp32): ddp their gradients; zero1 gradients "
         "and parameters; fsdp in each micro-batch all parameters, those of the blocks once more (if the head is tied "
         "to the embedding, all but the last block), and all gradients."
     )

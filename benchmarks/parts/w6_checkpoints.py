@@ -44,12 +44,12 @@ def measure(options: Options) -> Report:
     _check(report, f"{RANKS} ranks, {size}: {PARTS}", found, PARTS)
     _add_other_layouts(report, size, options)
     report.notes += [
-        "Training waits: from the call until it returns. Durable: until every byte is forced to the disk; what a way "
-        "does not force to the disk itself is forced there afterwards, within that time. The disk alone: the same "
-        "bytes written from where they are, without format, copy or checksum. A copy in memory alone: the same bytes "
-        "copied once to memory that is ready, the least that training must wait where it goes on during the write. "
-        "The write: from when training goes on until every byte is forced to the disk. Of two saves the second counts.",
-        "Memory: the peak of the process, or of rank 0, above what it had before. Loading is from files that were just "
+        "Training waits: from the call until it returns. Durable: until every byte is synced to the disk; if a way "
+        "does not sync by itself, the benchmark syncs afterwards, within that time. The disk alone: the same bytes "
+        "written from where they are, without format, copy or checksum. A copy in memory alone: the same bytes copied"
+        " once to memory that is ready, the least that training must wait if it continues during the write. The "
+        "write: from when training continues until every byte is synced to the disk. Of two saves the second counts.",
+        "Memory: the peak of the process, or of rank 0, above its previous level. Loading reads files that were just "
         "written, and so mostly from memory.",
     ]
     return report

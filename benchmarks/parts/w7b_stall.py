@@ -45,7 +45,7 @@ def measure(options: Options) -> Report:
         if not name.endswith("=auto"):  # which makes batches of a user's code at their step
             report.checks.append(Check(f"stall, {name}", shares.median, 0.01, False))
     report.tables.append(Table(f"Medians of the last two thirds of {steps} steps", rows))
-    report.notes.append("In the first third the processes that make batches start: they import torch.")
+    report.notes.append("In the first third, the processes that make batches start up: they import torch.")
     return report
 
 

@@ -183,7 +183,7 @@ def compiled_unless_slower(
         if without.name in found and compiled.name in found:
             speeds = found[without.name].speeds[0], found[compiled.name].speeds[0]
             kept += [compiled] * (speeds[1] > CLEARLY_SLOWER * speeds[0])
-            notes.append(f"{compiled.name}: {speeds[1] / speeds[0]:.2f} times the speed without, in one trial.")
+            notes.append(f"{compiled.name}: {speeds[1] / speeds[0]:.2f} times the uncompiled speed, in one trial.")
     return kept
 
 
