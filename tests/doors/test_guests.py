@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -14,21 +14,24 @@ import drawbar
 from conftest import make_project
 
 PACKAGE = Path(drawbar.__file__).parent
+INSTALLED = distribution("drawbar")
 GUESTS = {
     "convert": {"convert"},
+    "deepspeed": {"deepspeed"},
     "parity": {"parity", "plan"},
     "plan": {"plan"},
     "report": {"report", "parity", "plan"},
 }
 """Each, and what goes with it: the guests that use it."""
+WITHOUT_COMMAND = {"deepspeed"}
 LEFT_OUT = [*GUESTS.values(), set(GUESTS)]
 
 
 def test_every_guest_enters_by_an_entry_point() -> None:
-    found = {
-        point.name: point.module for point in entry_points(group="drawbar.commands") if point.dist.name == "drawbar"
-    }
-    assert found == {name: f"drawbar.{name}.command" for name in GUESTS}
+    points = [point for point in INSTALLED.entry_points if point.group.startswith("drawbar.")]
+    assert {point.module.split(".")[1] for point in points} == set(GUESTS)
+    commands = {point.name: point.module for point in points if point.group == "drawbar.commands"}
+    assert commands == {name: f"drawbar.{name}.command" for name in GUESTS.keys() - WITHOUT_COMMAND}
     sources = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in GUESTS]
     knowing = [path for path in sources if re.search(rf"drawbar\.({'|'.join(GUESTS)})\b", path.read_text("utf-8"))]
     assert knowing == []
@@ -38,22 +41,34 @@ def test_every_guest_enters_by_an_entry_point() -> None:
 def test_the_core_does_without(left_out: set[str], tmp_path: Path) -> None:
     copy = tmp_path / "installed" / "drawbar"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", *left_out))
+    metadata = Path(str(INSTALLED._path))
+    shutil.copytree(metadata, copy.parent / metadata.name)
     (tmp_path / "project").mkdir()
     project = make_project(tmp_path / "project")
     environment = {**os.environ, "PYTHONPATH": str(copy.parent)}
 
-    def run(*arguments: str) -> str:
+    def run(*arguments: str, code: int = 0) -> str:
         command = [sys.executable, "-m", "drawbar", *arguments]
         done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        assert "warning: the command" not in done.stderr
-        return done.stdout
+        assert done.returncode == code, done.stderr
+        assert "cannot be imported" not in done.stderr
+        return done.stdout if code == 0 else done.stderr
 
     commands = run("--help").partition("Examples:")[0]
-    for name in GUESTS:
+    for name in GUESTS.keys() - WITHOUT_COMMAND:
         assert (f"\n  {name} " in commands) == (name not in left_out)
-    if left_out != set(GUESTS):
+    assert ("--deepspeed" in run("config", "show", "--help")) == ("deepspeed" not in left_out)
+    if "deepspeed" not in left_out:
+        assert "deepspeed:" in run("config", "show", "config.yaml")
         return
+    assert "deepspeed" not in run("config", "show", "config.yaml")
+    assert "parallel.strategy" in run("config", "explain", "parallel.strategy")
+    said = run("train", "config.yaml", "parallel.strategy=deepspeed", code=2)
+    assert "expected auto | single | dp | ddp | zero1 | fsdp | text" in said
+    said = run("train", "config.yaml", "deepspeed.preset=zero2", code=2)
+    assert "deepspeed: unknown key: drawbar was installed without its folder deepspeed" in said
+    if "convert" not in left_out:
+        assert "[dcp|huggingface]" in run("convert", "--help")
     run("train", "config.yaml", "train.steps=4")
     run("train", "config.yaml", "train.steps=6")
     run("eval", "runs/tiny")
