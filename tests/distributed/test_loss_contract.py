@@ -137,7 +137,7 @@ HARD_CASES = (
     Case(FOUR, clip=0.1, optimizer="adamw", tied=True),
     Case(FOUR, clip=1e6, padding=7, backwards=True, family="gpt2", tied=True),
     Case((*FOUR, *FOUR), packed=True, micro_batch=1, tied=True),
-    Case(FOUR[:1]),  # fewer rows than ranks: the others run a filler
+    Case(FOUR[:1]),  # fewer rows than ranks: the others run a padding micro-batch
     Case((*FOUR, Document(7)), global_batch=8, micro_batch=1),  # five rows for two or three ranks
     Case((*FOUR, Document(7)), global_batch=4),  # the epoch ends with a global batch of one row
     Case((Document(8, context=8), Document(6, context=6), *FOUR[:2])),  # the first rank's rows have no targets

@@ -159,8 +159,8 @@ class Loader(ABC, Generic[Batch]):
         self.prefetcher.restore_generators()
 
     def _max_over_ranks(self, micro_batches: int) -> int:
-        """Collective: the number of micro-batches of the rank that has most; the others add fillers up to it.
-        Waiting here for a rank that still trains does not count as waiting for batches."""
+        """Collective: the number of micro-batches of the rank that has most; the others add padding micro-batches up to
+        it. Waiting here for a rank that still trains does not count as waiting for batches."""
         began = time.perf_counter()
         most = self.ranks.max(micro_batches)
         self._waited_for_ranks += time.perf_counter() - began
@@ -293,15 +293,15 @@ class TrainLoader(Loader[Batch]):
         lengths = self.rows.lengths[rows]
         chosen = [rows[places] for places in self.micro_batch.split(np.arange(len(rows)), lengths)]
         micro_batches = [PlannedMicroBatch(partial(raw_batch, self.rows, one, epoch)) for one in chosen]
-        fillers = self._most_micro_batches(len(chosen), size) - len(chosen)
-        if fillers:
-            filler = self.sampler.rows(epoch, np.arange(start, start + 1))  # the same row at any number of ranks
-            micro_batches += [PlannedMicroBatch(partial(raw_batch, self.rows, filler, epoch), is_filler=True)] * fillers
+        missing = self._most_micro_batches(len(chosen), size) - len(chosen)
+        if missing:
+            row = self.sampler.rows(epoch, np.arange(start, start + 1))  # the same row at any number of ranks
+            micro_batches += [PlannedMicroBatch(partial(raw_batch, self.rows, row, epoch), is_padding=True)] * missing
         return StepPlan(micro_batches, int(lengths.sum()), after=self._planned)
 
     def _most_micro_batches(self, own: int, size: int) -> int:
         """The micro-batches of the rank that has most. Collective operations run once a micro-batch, so a rank that ran
-        fewer would leave the others waiting: it runs fillers.
+        fewer would leave the others waiting: it runs padding micro-batches.
 
         Args:
             own: this rank's.
@@ -316,8 +316,8 @@ class TrainLoader(Loader[Batch]):
 class EvalLoader(Generic[Batch]):
     """Every row once over all ranks. Which rows share a batch does not depend on the number of ranks.
 
-    Batches go to ranks round-robin, equally many to each. ``len`` is this rank's number of micro-batches, fillers
-    included.
+    Batches go to ranks round-robin, equally many to each. ``len`` is this rank's number of micro-batches, the padding
+    ones included.
 
     Args:
         dp_rank, dp_size: this data-parallel rank, and how many there are.
@@ -338,12 +338,12 @@ class EvalLoader(Generic[Batch]):
         self._make = BatchMaker(collate, augment)
         batches = micro_batch.split(np.arange(len(rows)), rows.lengths[:])
         mine = batches[dp_rank::dp_size]
-        fillers = -(-len(batches) // dp_size) - len(mine)
-        self._dealt = [(chosen, False) for chosen in mine] + [(batches[-1][:1], True)] * fillers
+        missing = -(-len(batches) // dp_size) - len(mine)
+        self._dealt = [(chosen, False) for chosen in mine] + [(batches[-1][:1], True)] * missing
 
     def __len__(self) -> int:
         return len(self._dealt)
 
     def __iter__(self) -> Iterator[MicroBatch[Batch]]:
-        for chosen, is_filler in self._dealt:
-            yield MicroBatch(self._make(raw_batch(self.rows, chosen, epoch=0)), is_filler)
+        for chosen, is_padding in self._dealt:
+            yield MicroBatch(self._make(raw_batch(self.rows, chosen, epoch=0)), is_padding)

@@ -78,7 +78,7 @@ class PlannedMicroBatch:
 
     read: Callable[[], RawBatch]
     """May be called in another thread."""
-    is_filler: bool = False
+    is_padding: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class MicroBatch(Generic[Batch]):
     """One forward on one rank."""
 
     batch: Batch
-    is_filler: bool = False
+    is_padding: bool = False
     """Whether a rank runs this only because it has no rows left and others have; its loss is left out."""
 
 
@@ -175,7 +175,7 @@ class Prefetcher(Generic[Batch]):
                     planned.append((found, self._start_step(found)))
                 now, results = planned.popleft()
                 each = zip(results, now.micro_batches, strict=True)
-                micro_batches = [MicroBatch(result(), micro.is_filler) for result, micro in each]
+                micro_batches = [MicroBatch(result(), micro.is_padding) for result, micro in each]
                 yield step, PreparedStep(now, micro_batches, time.perf_counter() - began)
         finally:
             self.close()

@@ -211,7 +211,7 @@ class StreamLoader(Loader[Batch]):
         """The block of ``_planned``, once it is read."""
         self._ahead: tuple[Cursor, Future[BlockShare]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drawbar-stream")
-        self._filler: Rows | None = None
+        self._padding: Rows | None = None
 
     @property
     def epoch(self) -> float:
@@ -279,10 +279,10 @@ class StreamLoader(Loader[Batch]):
             PlannedMicroBatch(partial(_raw_batch, [rows[place] for place in chosen.tolist()]))
             for chosen in self.micro_batch.split(np.arange(len(rows)), lengths)
         ]
-        fillers = self._max_over_ranks(len(micro_batches)) - len(micro_batches)
-        if fillers:
-            read = partial(_raw_batch, rows[:1]) if rows else self._filler_batch
-            micro_batches += [PlannedMicroBatch(read, is_filler=True)] * fillers
+        missing = self._max_over_ranks(len(micro_batches)) - len(micro_batches)
+        if missing:
+            read = partial(_raw_batch, rows[:1]) if rows else self._padding_batch
+            micro_batches += [PlannedMicroBatch(read, is_padding=True)] * missing
         return StepPlan(micro_batches, int(lengths.sum()), after=self._planned)
 
     def _next_rows(self, may_defer_error: bool) -> list[PlannedRow] | None:
@@ -311,14 +311,14 @@ class StreamLoader(Loader[Batch]):
         rows = block.lanes[lane]
         return PlannedRow(rows, row, int(rows.lengths[row : row + 1][0]), first_id, block.start.epoch)
 
-    def _filler_batch(self) -> RawBatch:
+    def _padding_batch(self) -> RawBatch:
         """A micro-batch of one row, for a rank that has no rows in a step. It is always the first row of the data, so
         that a resumed run draws the same dropout."""
-        if self._filler is None:
-            self._filler = self._filler_rows()
-        return RawBatch([RawRow(self._filler.read(0), self._filler.join)], epoch=0)
+        if self._padding is None:
+            self._padding = self._padding_rows()
+        return RawBatch([RawRow(self._padding.read(0), self._padding.join)], epoch=0)
 
-    def _filler_rows(self) -> Rows:
+    def _padding_rows(self) -> Rows:
         """The rows of the first record that gives any; encoded in the thread, as tokenizers serve one thread alone."""
         return self._thread.submit(self._first_rows).result()
 

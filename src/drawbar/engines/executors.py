@@ -92,7 +92,7 @@ class ModelExecutor:
         ):
             with autocast(self.precision, self.device):
                 loss = checked_loss(self.task, self.training_forward.loss(batch))
-            loss = without_fillers(loss, micro)
+            loss = zero_if_padding(loss, micro)
             self.training_forward.backward(loss * scale)
         return loss.detach()
 
@@ -183,7 +183,7 @@ class PipelineExecutor:
 
         def compute_loss(out: torch.Tensor, index: int) -> torch.Tensor:
             loss = checked_loss(self.task, scalar(self._loss(forwards[index], out, batches[index])))
-            loss = without_fillers(loss, micro_batches[index])
+            loss = zero_if_padding(loss, micro_batches[index])
             loss_sum.add_(loss.detach())
             return loss * scale
 
@@ -245,7 +245,7 @@ def with_targets(task: Task, micro_batches: Sequence[MicroBatch[Batch]], loss_in
 
 def count_targets(task: Task, micro_batches: Sequence[MicroBatch[Batch]]) -> float:
     """The targets of this rank's share of a global batch."""
-    return sum(task.num_targets(micro.batch) for micro in micro_batches if not micro.is_filler)
+    return sum(task.num_targets(micro.batch) for micro in micro_batches if not micro.is_padding)
 
 
 def task_loss(task: Task, context: ContextParallel | None, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -309,9 +309,9 @@ def no_gradient(task: Task) -> UserError:
     )
 
 
-def without_fillers(loss: torch.Tensor, micro: MicroBatch[Batch]) -> torch.Tensor:
-    """The loss, or zero for a filler micro-batch, which only keeps this rank in step with the others."""
-    return loss if not micro.is_filler else loss * 0
+def zero_if_padding(loss: torch.Tensor, micro: MicroBatch[Batch]) -> torch.Tensor:
+    """The loss, or zero for a padding micro-batch, which only keeps this rank in step with the others."""
+    return loss if not micro.is_padding else loss * 0
 
 
 def maybe_sharded_logits(shards_logits: bool) -> AbstractContextManager[None]:

@@ -110,7 +110,7 @@ def evaluate(
             try:
                 micro = next(batches)
                 result = engine.eval_step(micro.batch)
-                if not micro.is_filler:
+                if not micro.is_padding:
                     results.add(result, _with_ids(task, micro.batch.ids, result.predictions))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - every rank raises it, below
                 failure = error
@@ -255,7 +255,7 @@ def predict(
     with engine.evaluating():
         for done, micro in enumerate(loader, start=1):
             found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch, predict_fn))
-            predictions += found if not micro.is_filler else []
+            predictions += found if not micro.is_padding else []
             world.set_activity(_progress_text("predicting", split, done, len(loader)))
             progress(done, len(loader))
     gathered = world.dp_ranks.gather_from_leaders(predictions)

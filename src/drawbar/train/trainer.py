@@ -22,7 +22,6 @@ from drawbar.tasks.user_methods import check_signatures
 from drawbar.tracking.console import make_console
 from drawbar.tracking.tracker import TrackedRun
 from drawbar.tracking.trackers import Trackers, make_trackers
-from drawbar.train.agreed_steps import agreed_steps, make_step
 from drawbar.train.callback import Callback, GuardedCallback, check_callbacks, make_callbacks, share_failures
 from drawbar.train.callbacks import own_callbacks
 from drawbar.train.callbacks.status import StatusCallback
@@ -36,6 +35,7 @@ from drawbar.train.rundir import renamed
 from drawbar.train.setup import warn_of_one_process, warn_of_untested_versions
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
+from drawbar.train.synchronized_steps import make_step, synchronized_steps
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _loop(run: Run, own: Sequence[Callback], guarded: Sequence[GuardedCallback])
     run.stop.begin()
     steps = run.loader.steps(run.progress.step, run.total_steps)
     steps = logging_compile_payoff(steps, run.engine, run.meter, run.uncompiled_step_fits)
-    for agreed in agreed_steps(steps, run.loader, run.engine, run.stop, run.world):
+    for agreed in synchronized_steps(steps, run.loader, run.engine, run.stop, run.world):
         result = make_step(run.engine, agreed)  # forward, backward, reduce, clip, update
         run.progress.advance(result)
         last, waited = agreed.step == run.total_steps, run.loader.waited

@@ -110,9 +110,11 @@ def run(ranks: list[TrainLoader[list[int]]], first: int, last: int) -> list[list
         every = [micro for _, micro_batches in of_ranks for micro in micro_batches]
         lengths = ranks[0].rows.lengths
         assert all(fits(ranks[0].micro_batch, lengths[micro.batch].tolist()) for micro in every)
-        counted = sorted(row for micro in every if not micro.is_filler for row in micro.batch)
-        assert all(len(micro.batch) == 1 and micro.batch[0] in counted for micro in every if micro.is_filler)
-        assert any(not micro_batches[-1].is_filler for _, micro_batches in of_ranks)  # one rank runs no filler
+        counted = sorted(row for micro in every if not micro.is_padding for row in micro.batch)
+        assert all(len(micro.batch) == 1 and micro.batch[0] in counted for micro in every if micro.is_padding)
+        assert any(
+            not micro_batches[-1].is_padding for _, micro_batches in of_ranks
+        )  # one rank runs no padding micro-batch
         steps.append(counted)
     assert all(rank.position == ranks[0].position for rank in ranks)
     return steps
@@ -268,16 +270,16 @@ def test_in_order_rows_keep_their_order() -> None:
     assert run(ranks, 0, 6) == [[0, 1, 2], [3, 4, 5], [6]] * 2
 
 
-def test_more_ranks_than_rows_run_fillers() -> None:
+def test_more_ranks_than_rows_run_padding_micro_batches() -> None:
     ranks = loaders(dataset([1, 1]), 2, MicroBatchSize(rows=1), 3, InOrder(2))
-    dealt = [[(micro.batch, not micro.is_filler) for micro in all_] for _, all_ in steps_of(ranks, 0, 1)[0]]
+    dealt = [[(micro.batch, not micro.is_padding) for micro in all_] for _, all_ in steps_of(ranks, 0, 1)[0]]
     assert dealt == [[([0], False)], [([0], True)], [([1], True)]]
 
 
-def test_ranks_with_short_rows_run_fillers_too() -> None:
+def test_ranks_with_short_rows_run_padding_micro_batches_too() -> None:
     """The second rank's rows fit one forward, the first rank's need two."""
     ranks = loaders(dataset([9, 8, 3, 2]), 4, MicroBatchSize(tokens=10), 2, InOrder(4))
-    dealt = [[(micro.batch, not micro.is_filler) for micro in all_] for _, all_ in steps_of(ranks, 0, 1)[0]]
+    dealt = [[(micro.batch, not micro.is_padding) for micro in all_] for _, all_ in steps_of(ranks, 0, 1)[0]]
     assert dealt == [[([0], True), ([1], True)], [([2, 3], True), ([0], False)]]
 
 
@@ -302,9 +304,9 @@ def test_evaluation_sees_every_row_once_in_the_same_batches(
         found = []
         for rank in range(ranks):
             loader = EvalLoader(rows, micro_batch=micro_batch, dp_rank=rank, dp_size=ranks, collate=collate)
-            found.append([(micro.batch, not micro.is_filler) for micro in loader])
+            found.append([(micro.batch, not micro.is_padding) for micro in loader])
             assert len(loader) == len(found[-1])
-            assert [(micro.batch, not micro.is_filler) for micro in loader] == found[-1]  # a second pass is the same
+            assert [(micro.batch, not micro.is_padding) for micro in loader] == found[-1]  # a second pass is the same
         return found
 
     ranks = dealt(world_size)
@@ -334,5 +336,5 @@ def test_packed_rows_give_every_sample_once_an_epoch(lengths: list[int], global_
     for _ in range(2):
         seen = []
         for _, micro_batches in (of_rank for rank in ranks for of_rank in rank.steps(0, rank.steps_per_epoch or 0)):
-            seen += [sample for micro in micro_batches if not micro.is_filler for sample in micro.batch]
+            seen += [sample for micro in micro_batches if not micro.is_padding for sample in micro.batch]
         assert sorted(seen) == list(range(len(lengths)))

@@ -141,7 +141,7 @@ class Step:
 
     counted: Batch
     forwards: int
-    fillers: list[Batch]
+    padding: list[Batch]
     state: dict[str, Any]
 
 
@@ -149,9 +149,9 @@ def run(case: Case, world: Distributed, encode: Encode = samples_of) -> list[Ste
     loader = case.loader(world, encode)
     return [
         Step(
-            [sample for micro in micro_batches if not micro.is_filler for sample in micro.batch],
+            [sample for micro in micro_batches if not micro.is_padding for sample in micro.batch],
             len(micro_batches),
-            [micro.batch for micro in micro_batches if micro.is_filler],
+            [micro.batch for micro in micro_batches if micro.is_padding],
             loader.state(),
         )
         for _, micro_batches in loader.steps(case.first, case.steps)
@@ -207,7 +207,7 @@ HARD_CASES = (
     UNEVEN,
     replace(UNEVEN, packed=True, global_batch=3),
     replace(UNEVEN, weights=(1, 2, 1)),
-    Case((2,), lanes=48, steps=6),  # most ranks have fillers alone, from the first step on
+    Case((2,), lanes=48, steps=6),  # most ranks have padding micro-batches alone, from the first step on
     Case((6, 0, 1), global_batch=9, steps=9),  # the source in the middle is empty, and the last is dropped
     Case((40,), lanes=6, records=40, micro_batch=MicroBatchSize(tokens=9)),  # an epoch is one block
 )
@@ -265,18 +265,18 @@ def at_two_ranks() -> list[tuple[Case, list[list[Step]]]]:
     return list(zip(chosen, map(list, zip(*of_ranks, strict=True)), strict=True))
 
 
-def check_fillers(of_ranks: list[list[Step]]) -> None:
+def check_padding(of_ranks: list[list[Step]]) -> None:
     for steps in of_ranks:
         for step in steps:
-            assert all(len({number for _, _, number in filler}) == len(filler) for filler in step.fillers)
-            assert bool(step.counted) == (len(step.fillers) < step.forwards)
+            assert all(len({number for _, _, number in one}) == len(one) for one in step.padding)
+            assert bool(step.counted) == (len(step.padding) < step.forwards)
 
 
 def test_two_ranks_train_the_batches_of_one(at_two_ranks: list[tuple[Case, list[list[Step]]]]) -> None:
     for case, of_ranks in at_two_ranks:
         assert batches(of_ranks) == batches([run(case, alone())]), case
-        check_fillers(of_ranks)
-    assert any(step.fillers for _, of_ranks in at_two_ranks for steps in of_ranks for step in steps)
+        check_padding(of_ranks)
+    assert any(step.padding for _, of_ranks in at_two_ranks for steps in of_ranks for step in steps)
 
 
 def test_what_two_ranks_saved_goes_on_at_one_and_at_three(
@@ -290,20 +290,22 @@ def test_what_two_ranks_saved_goes_on_at_one_and_at_three(
     at_three = [list(steps) for steps in zip(*run_ranks(run_all, 3, resumed), strict=True)]
     for (case, of_two), later, of_three in zip(at_two_ranks, resumed, at_three, strict=True):
         assert batches(of_two)[later.first :] == batches(of_three), case
-        check_fillers(of_three)
+        check_padding(of_three)
         last = replace(case, first=case.steps - 1, state=of_three[2][-2].state)
         assert batches([run(last, alone())]) == batches(of_two)[-1:], case
 
 
-def test_fillers_are_the_same_in_a_run_that_is_resumed(at_two_ranks: list[tuple[Case, list[list[Step]]]]) -> None:
+def test_padding_micro_batches_are_the_same_in_a_run_that_is_resumed(
+    at_two_ranks: list[tuple[Case, list[list[Step]]]],
+) -> None:
     """Dropout draws numbers for them, too. A rank without rows in its first step knows no row of its own."""
     expected, resumed = [], []
     for case, of_ranks in at_two_ranks:
         bare = [step for step in range(1, case.steps) if not all(steps[step].counted for steps in of_ranks)]
         resumed += [replace(case, first=step, state=of_ranks[0][step - 1].state) for step in bare[:1]]
-        expected += [[[step.fillers for step in steps[bare[0] :]] for steps in of_ranks]] if bare else []
+        expected += [[[step.padding for step in steps[bare[0] :]] for steps in of_ranks]] if bare else []
     found = [
-        [[step.fillers for step in steps] for steps in of_ranks]
+        [[step.padding for step in steps] for steps in of_ranks]
         for of_ranks in zip(*run_ranks(run_all, 2, resumed), strict=True)
     ]
     assert found == expected != []

@@ -104,13 +104,13 @@ def test_auto_precision_is_what_the_hardware_says() -> None:
     assert engine.state().values["precision"] == engine.config.precision
 
 
-def test_a_filler_adds_nothing() -> None:
-    alone, with_filler = (tiny_engine(tiny_config(optim=PLAIN_SGD)) for _ in range(2))
+def test_a_padding_micro_batch_adds_nothing() -> None:
+    alone, with_padding = (tiny_engine(tiny_config(optim=PLAIN_SGD)) for _ in range(2))
     step = random_step(alone, seed=1, micro_batches=1)
-    filler = MicroBatch(random_batch(alone.task, rows=3, seed=99), is_filler=True)
-    expected, found = alone.train_step(step), with_filler.train_step([*step, filler])
+    padding = MicroBatch(random_batch(alone.task, rows=3, seed=99), is_padding=True)
+    expected, found = alone.train_step(step), with_padding.train_step([*step, padding])
     assert (found.loss, found.grad_norm, found.num_targets) == (expected.loss, expected.grad_norm, expected.num_targets)
-    assert torch.equal(vector(with_filler), vector(alone))
+    assert torch.equal(vector(with_padding), vector(alone))
 
 
 def test_eval_step_is_the_plain_sum_without_dropout() -> None:

@@ -44,7 +44,7 @@ class Case:
     sections: dict[str, Any] = field(default_factory=dict)
     tied: bool = True
     rows: tuple[int, ...] = (2, 1, 3, 1, 2)
-    """Of each micro-batch; the last but one is a filler."""
+    """Of each micro-batch; the last but one is a padding micro-batch."""
 
     def config(self, parallel: dict[str, Any]) -> RunConfig:
         fields = {**BLOCKS[self.family], "tie_word_embeddings": self.tied}
@@ -61,9 +61,9 @@ class Case:
     def step(self, engine: Engine, number: int, rank: int = 0, ranks: int = 1) -> list[MicroBatch]:
         """The part of one of ``ranks``: every so many-th micro-batch."""
         make = packed_batch if self.sections.get("data") == PACKED else random_batch
-        filler = len(self.rows) - 2
+        padding = len(self.rows) - 2
         micro_batches = [
-            MicroBatch(make(engine.task, rows, seed=100 * number + i), is_filler=i == filler)
+            MicroBatch(make(engine.task, rows, seed=100 * number + i), is_padding=i == padding)
             for i, rows in enumerate(self.rows)
         ]
         return micro_batches[rank::ranks]

@@ -70,11 +70,11 @@ def configured(family: str, parallel: dict[str, Any]) -> RunConfig:
 
 
 def micro_batches(config: RunConfig, dp_rank: int, data_ranks: int) -> list[MicroBatch[Batch]]:
-    """This rank's of four micro-batches of different lengths: the second with a mask, the last a filler."""
+    """This rank's of four micro-batches of different lengths: the second with a mask, the last as padding."""
     task = tiny_task(config)
     batches = [random_batch(task, rows=3, seed=seed) for seed in range(4)]
     batches[1]["attention_mask"] = (batches[1]["labels"] >= 0).long()
-    return [MicroBatch(batch, is_filler=index >= 3) for index, batch in enumerate(batches)][dp_rank::data_ranks]
+    return [MicroBatch(batch, is_padding=index >= 3) for index, batch in enumerate(batches)][dp_rank::data_ranks]
 
 
 def one_step(config: RunConfig, world: Distributed) -> dict[str, Any]:

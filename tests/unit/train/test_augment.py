@@ -94,7 +94,7 @@ def draws(layout: str, seed: int, world: Distributed) -> list[Draws]:
     epoch = 0
     for _, micro_batches in loader.steps(0, 100):
         for micro in micro_batches:
-            if not micro.is_filler:
+            if not micro.is_padding:
                 assert not epochs[epoch].keys() & micro.batch.keys()
                 epochs[epoch] |= micro.batch
         epoch = int(loader.epoch)
@@ -143,7 +143,7 @@ def evaluated(world_size: int, rows_a_forward: int) -> Draws:
             collate=collate,
             augment=augment_of(0, train=False),
         )
-        passes = [[(micro.batch, not micro.is_filler) for micro in loader] for _ in range(2)]
+        passes = [[(micro.batch, not micro.is_padding) for micro in loader] for _ in range(2)]
         assert passes[0] == passes[1]
         for batch, counts in passes[0]:
             found |= batch if counts else {}

@@ -1,4 +1,4 @@
-"""``agreed_steps``: yields each training step once all ranks have its batches and no rank wants to stop."""
+"""``synchronized_steps``: yields each training step once all ranks have its batches and no rank wants to stop."""
 
 import traceback
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ _COLLECTIVE_FILES = {
 
 
 @dataclass(frozen=True)
-class AgreedStep:
+class SynchronizedStep:
     """A step that every rank is about to make."""
 
     step: int
@@ -45,9 +45,9 @@ class AgreedStep:
     """Whether this process has made no step before."""
 
 
-def agreed_steps(
+def synchronized_steps(
     steps: Steps, loader: Loader[Batch], engine: Engine, stop: Stop, world: Distributed
-) -> Iterator[AgreedStep]:
+) -> Iterator[SynchronizedStep]:
     """Yield the steps until the ranks agree to stop; the step that they stop before is not yielded.
 
     Before each, one host collective sums its targets and tokens over the ranks, and finds out whether a rank wants to
@@ -83,11 +83,11 @@ def agreed_steps(
                 stop.fail(_step_error(error), ExitCode.WRONG_REQUEST if is_first else ExitCode.FAILED)
             loader.undo_step()
             return
-        yield AgreedStep(step, micro_batches, num_targets, int(num_tokens), is_first)
+        yield SynchronizedStep(step, micro_batches, num_targets, int(num_tokens), is_first)
         is_first = False
 
 
-def make_step(engine: Engine, agreed: AgreedStep) -> StepResult:
+def make_step(engine: Engine, agreed: SynchronizedStep) -> StepResult:
     """Make one optimizer step: forward, backward, reduce, clip, update.
 
     Raises:
