@@ -6,8 +6,8 @@ from typing import get_args
 from made_up import write_data
 from pages import run_commands, write_files
 
-from drawbar.launch.jobs.run_view import STALE, SUBMITTED, UNKNOWN, RunState
 from drawbar.report import recorded_run, report_page, run_history
+from drawbar.tracking.run_view import STALE, SUBMITTED, UNKNOWN, RunState
 
 PAGE = Path(__file__).parents[2] / "docs" / "report.md"
 

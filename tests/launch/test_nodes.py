@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from drawbar.config.io.user_code import SNAPSHOT
-from drawbar.launch.job_files import CONFIG, MOST_RESTARTS, count_restart, newest_step
+from drawbar.launch.job_files import CONFIG, MOST_RESTARTS, count_restart
 from drawbar.launch.node.agent import report_failure
 from drawbar.launch.node.endpoint import PORTS, choose_address, choose_port
 from drawbar.launch.node.entry.first_node import main
 from drawbar.launch.node.network_interfaces import address_towards, interface_address, interfaces, is_free
 from drawbar.launch.node.rendezvous import VARIABLE, Rendezvous
 from drawbar.launch.node.route import find_route
+from drawbar.util.run_dir import newest_step
 
 
 def test_jobs_look_at_different_ports() -> None:

@@ -34,6 +34,7 @@ from drawbar.cli.train import train
 from drawbar.cli.usage import explain_option
 from drawbar.cli.watch import watch
 from drawbar.errors import ExitCode, UserError
+from drawbar.util.registry import is_left_out
 
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task
@@ -148,8 +149,7 @@ def _add_commands() -> None:
         try:
             group.add_command(point.load(), point.name)
         except Exception as error:  # noqa: BLE001 - the other commands are there all the same
-            is_left_out = isinstance(error, ModuleNotFoundError) and f"{point.module}.".startswith(f"{error.name}.")
-            if not is_left_out:
+            if not is_left_out(point, error):
                 click.echo(f"warning: the command {point.name} ({point.value}) cannot be imported: {error}", err=True)
     group.commands = {name: group.commands[name] for name in group.list_commands(click.Context(group))}
 

@@ -51,7 +51,7 @@ def describe_cancelled(status: "JobStatus") -> str:
     from pathlib import Path
 
     from drawbar.errors import ExitCode
-    from drawbar.launch.job_files import newest_step
+    from drawbar.util.run_dir import newest_step
 
     record = status.record
     job = f"job {record.number} of {record.run_dir}"

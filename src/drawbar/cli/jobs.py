@@ -22,9 +22,10 @@ The list is kept in ~/.local/state/drawbar/jobs.jsonl, and in the folder launch/
 )
 def jobs(show_all: bool) -> None:
     """List the jobs that you have submitted: their states, and how far their runs are."""
+    from drawbar.commands.run_jobs import run_job
     from drawbar.launch.jobs.records import UNKNOWN, JobEnd, is_recent, read, user_file
-    from drawbar.launch.jobs.run_view import read_run
     from drawbar.launch.launchers import ask_status_where_possible
+    from drawbar.tracking.run_view import read_run
     from drawbar.tracking.table import print_table
 
     known = {(record.launcher, record.number): record for record in read(user_file())}  # launchers reuse numbers
@@ -39,7 +40,7 @@ def jobs(show_all: bool) -> None:
     for status in statuses:
         record = status.record
         if show_all or status.is_active or is_recent(record, JobEnd.read(record), now):
-            step = read_run(Path(record.run_dir), status).progress.step_of_total
+            step = read_run(Path(record.run_dir), run_job(record, status)).progress.step_of_total
             rows.append([record.number, record.run, status.state, status.remarks, step, status.clock])
     if rows:
         print_table("Jobs", ["job", "run", "state", "", "step", "time/limit"], rows, left=4)

@@ -91,8 +91,8 @@ class Output:
 def _show_run(run_dir: Path, follow: bool, rank: int) -> int:
     """The log that a process of the run writes itself; with ``follow`` until nobody trains the run."""
     from drawbar.errors import ExitCode, UserError
-    from drawbar.launch.jobs.run_view import rank_log, read_run
     from drawbar.launch.launchers import POLL_SECONDS
+    from drawbar.tracking.run_view import rank_log, read_run
 
     file = rank_log(run_dir, rank)
     if not follow and not file.is_file():
@@ -113,8 +113,8 @@ def _show_run(run_dir: Path, follow: bool, rank: int) -> int:
 
 
 def _file(record: "JobRecord", rank: int | None) -> Path:
-    from drawbar.launch.jobs.run_view import rank_log
     from drawbar.launch.launchers import launcher_of
+    from drawbar.tracking.run_view import rank_log
 
     return launcher_of(record).logs(record) if rank is None else rank_log(Path(record.run_dir), rank)
 

@@ -1,6 +1,5 @@
 """``drawbar status``."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from drawbar.launch.jobs.records import JobStatus
-    from drawbar.launch.jobs.run_view import Progress, RunView
+    from drawbar.tracking.run_view import RunView
 
 
 @click.command(
@@ -36,29 +35,29 @@ def status(what: str, as_json: bool) -> None:
     """
     import json
 
+    from drawbar.commands.run_jobs import run_job
     from drawbar.launch.jobs.records import find_run
-    from drawbar.launch.jobs.run_view import read_run
     from drawbar.launch.launchers import ask_status
+    from drawbar.tracking.run_view import read_run
 
     folder, records = find_run(what)
-    jobs = ask_status(records)
-    views = [read_run(Path(job.record.run_dir), job) for job in jobs] or [read_run(folder)]
-    for index, view in enumerate(views):
+    looked = [(read_run(Path(job.record.run_dir), run_job(job.record, job)), job) for job in ask_status(records)]
+    for index, (view, job) in enumerate(looked or [(read_run(folder), None)]):
         if as_json:
-            click.echo(json.dumps(_values(view)))
+            click.echo(json.dumps(_values(view, job)))
             continue
         if index:
             click.echo()
-        for name, text in _lines(view):
+        for name, text in _lines(view, job):
             click.echo(f"{name:<11} {text}")
 
 
-def _lines(view: "RunView") -> "Iterator[tuple[str, str]]":
+def _lines(view: "RunView", job: "JobStatus | None") -> "Iterator[tuple[str, str]]":
     from drawbar.launch.jobs.records import RUNNING
     from drawbar.launch.launchers import launcher_of
     from drawbar.tracking.lines import duration, number, speed
 
-    progress, job = view.progress, view.job_status
+    progress = view.progress
     yield "run", str(view.folder)
     if job is not None:
         yield "job", f"{job.record.number}: {', '.join(filter(None, (job.state, job.remarks)))}"
@@ -87,24 +86,16 @@ def _lines(view: "RunView") -> "Iterator[tuple[str, str]]":
         yield "log", str(launcher_of(record).logs(record))
 
 
-def _values(view: "RunView") -> dict[str, Any]:
+def _values(view: "RunView", job: "JobStatus | None") -> dict[str, Any]:
+    from drawbar.cli.runs import progress_values
+
     return {
         "run": view.folder.name,
         "folder": str(view.folder),
-        "job": None if view.job_status is None else _job_values(view.job_status),
+        "job": None if job is None else _job_values(job),
         "state": view.state,
         "progress": progress_values(view.progress),
     }
-
-
-def progress_values(progress: "Progress") -> dict[str, Any]:
-    """The progress of a run for JSON; numbers that are not finite are texts, as in ``metrics.jsonl``."""
-    from drawbar.util.strict_json import json_number
-
-    def finite(values: dict[str, Any]) -> dict[str, Any]:
-        return {name: json_number(value) if isinstance(value, float) else value for name, value in values.items()}
-
-    return finite({**asdict(progress), "best": None if progress.best is None else finite(progress.best.model_dump())})
 
 
 def _job_values(job: "JobStatus") -> dict[str, Any]:

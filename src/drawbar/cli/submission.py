@@ -19,11 +19,11 @@ from drawbar.config.rules.rule_table import check_world
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.code_snapshot import copy_code, is_tracked
 from drawbar.launch.job import Job
-from drawbar.launch.job_files import plan_file
 from drawbar.launch.jobs.records import JobRecord, append_records, read, run_file
 from drawbar.launch.launcher import Launcher
 from drawbar.launch.launchers import ask_status, get_launcher
 from drawbar.launch.sweep import name_runs
+from drawbar.util.run_dir import plan_file
 
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task

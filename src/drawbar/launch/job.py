@@ -9,7 +9,7 @@ from drawbar.config.io.load_config import dump_yaml
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.launch.job_container import PYTHON, VARIABLES, Container, make_container
-from drawbar.launch.job_files import FOLDER
+from drawbar.util.run_dir import LAUNCH_FOLDER
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Job:
     @property
     def folder(self) -> Path:
         """Where the launcher's files of the job are."""
-        return self.run_dir / FOLDER
+        return self.run_dir / LAUNCH_FOLDER
 
 
 def make_job(

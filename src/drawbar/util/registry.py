@@ -97,6 +97,11 @@ class Registry(Generic[T]):
             raise ValueError(f"the {self.kind} {name!r} is registered already")
 
 
+def is_left_out(point: EntryPoint, error: Exception) -> bool:
+    """Whether an entry point cannot be loaded because its package, or the part of drawbar, is not there at all."""
+    return isinstance(error, ModuleNotFoundError) and f"{point.module}.".startswith(f"{error.name}.")
+
+
 def _package(point: EntryPoint) -> str:
     """The installed package that an entry point belongs to."""
     return point.dist.name if point.dist is not None else "drawbar"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from drawbar.config.io.source import run_folder
 from drawbar.errors import ExitCode, UserError, nearest
-from drawbar.launch.job_files import FOLDER, config_file, end_file
+from drawbar.launch.job_files import config_file, end_file
 from drawbar.util.atomic_files import write_atomically
-from drawbar.util.run_dir import CONFIG_FILE, is_run_dir
+from drawbar.util.run_dir import CONFIG_FILE, LAUNCH_FOLDER, is_run_dir
 
 PENDING, RUNNING = "PENDING", "RUNNING"
 COMPLETED, FAILED = "COMPLETED", "FAILED"
@@ -199,7 +199,7 @@ def user_file() -> Path:
 
 
 def run_file(run_dir: Path) -> Path:
-    return run_dir / FOLDER / FILE
+    return run_dir / LAUNCH_FOLDER / FILE
 
 
 def append_records(records: Iterable[JobRecord]) -> None:

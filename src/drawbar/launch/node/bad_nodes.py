@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from drawbar.launch.job_files import FOLDER
 from drawbar.util.atomic_files import write_atomically
+from drawbar.util.run_dir import LAUNCH_FOLDER
 
 FILE = "bad-nodes.json"
 NODE_IS_LOST = "is lost"
@@ -29,7 +29,7 @@ def record_bad_nodes(run_dir: Path, launch_id: str, reasons: Mapping[str, str]) 
         launch_id: see ``Rendezvous``.
         reasons: what is wrong with each node, by its name.
     """
-    path = run_dir / FOLDER / FILE
+    path = run_dir / LAUNCH_FOLDER / FILE
     entry = {"job": launch_id, "attempt": restart_number(), "time": round(time.time(), 3), "nodes": dict(reasons)}
     text = json.dumps([*_entries(run_dir), entry], indent=2, ensure_ascii=False) + "\n"
     write_atomically(path, text.encode())
@@ -49,5 +49,5 @@ def bad_nodes(run_dir: Path, launch_id: str, restart: int | None = None) -> dict
 
 
 def _entries(run_dir: Path) -> list[dict]:
-    path = run_dir / FOLDER / FILE
+    path = run_dir / LAUNCH_FOLDER / FILE
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from drawbar.config.io.user_code import SNAPSHOT
 from drawbar.config.schema.cluster_section import ClusterSection
+from drawbar.distributed.interrupt import SIGNAL_SECONDS
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.job import Job
-from drawbar.launch.job_files import CONFIG, FOLDER, SIGNAL_SECONDS
+from drawbar.launch.job_files import CONFIG
 from drawbar.launch.slurm.allocation import OWN_JOB
 from drawbar.launch.slurm.bad_node_requeue import EXCLUDE, GAVE_UP, ONLY_IF_LOST, REQUEUED
 
@@ -211,7 +212,7 @@ def _options(job: Job, cluster: ClusterSection) -> list[str]:
         "job-name": job.name,
         "chdir": _plain(job.workdir),
         # sbatch fills in %j and the like
-        "output": f"{_plain(job.run_dir).replace('%', '%%')}/{FOLDER}/slurm-{'%A_%a' if job.elements else '%j'}.log",
+        "output": f"{_plain(job.folder).replace('%', '%%')}/slurm-{'%A_%a' if job.elements else '%j'}.log",
         "open-mode": "append",
         "requeue" if cluster.requeue else "no-requeue": True,
         "signal": f"B:USR1@{cluster.signal_seconds}",

@@ -21,7 +21,7 @@ from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.job import Job, make_job
-from drawbar.launch.job_files import FOLDER, end_file
+from drawbar.launch.job_files import end_file
 from drawbar.launch.jobs.records import (
     LOST,
     RUNNING,
@@ -48,6 +48,7 @@ from drawbar.launch.ssh.ssh_command import (
 )
 from drawbar.launch.ssh.supervisor import supervise
 from drawbar.runtime.streams import ignore_output_errors
+from drawbar.util.run_dir import LAUNCH_FOLDER
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def is_running(record: JobRecord) -> bool:
 
 
 def _file(run_dir: Path, number: str) -> Path:
-    return run_dir / FOLDER / f"process-{number}.json"
+    return run_dir / LAUNCH_FOLDER / f"process-{number}.json"
 
 
 def count_gpus(job: Job, hosts: Sequence[Host], timeout: float) -> list[int]:

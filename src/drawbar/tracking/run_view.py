@@ -1,4 +1,4 @@
-"""``RunView``: a run as its files tell of it, and its job where there is one. Without torch.
+"""``RunView``: a run as its files tell of it, and its job where a package knows of one. Without torch.
 
 Every command that looks at runs reads them here, while they train and long after, and shows a view its own way.
 """
@@ -8,17 +8,19 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from drawbar.errors import UserError
-from drawbar.launch.job_files import newest_step
-from drawbar.launch.jobs.records import RUNNING, JobRecord, JobStatus, jobs_of, status_from_files
 from drawbar.util.atomic_files import write_atomically
 from drawbar.util.best_score import BEST_FILE, BestScore
-from drawbar.util.run_dir import LOCK_FILE, METRICS_FILE, STATUS_FILE, is_run_dir
+from drawbar.util.registry import is_left_out
+from drawbar.util.run_dir import LOCK_FILE, METRICS_FILE, STATUS_FILE, is_run_dir, newest_step
 
 RunState = Literal["training", "complete", "stopped", "failed"]
 STALE, SUBMITTED, UNKNOWN = "stale", "submitted", "unknown"
@@ -105,6 +107,64 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class RunJob:
+    """A job that trains a run, as far as commands show it that look at runs."""
+
+    run: str
+    """The run's name."""
+    launcher: str
+    number: str
+    submitted: float
+    """In seconds since 1970, as is ``ended``."""
+    size: str
+    """``2 nodes × 8 processes``."""
+    state: str | None = None
+    """How it stands, or how it ended; None where nobody has asked its launcher, and it left no word of its end."""
+    remarks: str = ""
+    """What there is to say besides the state."""
+    is_active: bool = True
+    """Whether it waits or runs, as far as is known."""
+    is_running: bool = False
+    ended: float | None = None
+    """Where the job itself said it."""
+
+
+class JobLookup(ABC):
+    """Knows the jobs that train runs elsewhere. A package brings one as an entry point ``drawbar.job_lookups``."""
+
+    @abstractmethod
+    def of_folder(self, folder: Path) -> Sequence[RunJob]:
+        """The jobs that the files of a run's folder record, oldest first."""
+
+    @abstractmethod
+    def follow(self, what: str) -> tuple[Path, Callable[[], RunJob | None]] | None:
+        """What the number of a job, or the name or folder of a run that was submitted, stands for: the run's folder,
+        and a function that asks how its job stands now. None where there is no such job.
+
+        Raises:
+            UserError: it is a job of several runs.
+        """
+
+
+@cache
+def job_lookups() -> Sequence[JobLookup]:
+    """Those of the installed packages."""
+    found = []
+    for point in entry_points(group="drawbar.job_lookups"):
+        try:
+            found.append(point.load()())
+        except ModuleNotFoundError as error:
+            if not is_left_out(point, error):
+                raise
+    return found
+
+
+def recorded_jobs(folder: Path) -> list[RunJob]:
+    """The jobs of a run, as its files record them, oldest first."""
+    return [job for lookup in job_lookups() for job in lookup.of_folder(folder)]
+
+
+@dataclass(frozen=True)
 class RunView:
     """What one look at a run has found."""
 
@@ -112,10 +172,8 @@ class RunView:
     progress: Progress
     lines: Sequence[Mapping[str, Any]] = ()
     """The newest lines of ``metrics.jsonl``."""
-    job: JobRecord | None = None
+    job: RunJob | None = None
     """The job that was submitted last for the run."""
-    job_status: JobStatus | None = None
-    """How that job stands, or how it ended; None where nobody has asked its launcher, and it left no end file."""
     host: str | None = None
     """The host of rank 0 that trained the run last."""
     is_held: bool = False
@@ -136,15 +194,15 @@ class RunView:
         """What the run says of itself. ``stale`` where it says that it trains, but nobody holds its directory, and its
         process is gone, its job has ended, or it has been silent for too long and no launcher says that it runs.
         Of a run that has not begun, ``submitted``, or how its job ended; without a job ``unknown``."""
-        job, says = self.job_status, self.progress.run_state
+        job, says = self.job, self.progress.run_state
         if says == "training" and not self.is_held:
-            runs = job is not None and job.state == RUNNING
+            runs = job is not None and job.is_running
             has_ended = job is not None and not job.is_active and (job.ended or 0.0) >= self.touched
             if has_ended or (not runs and (self.is_gone or self.is_silent)):
                 return STALE
-        if self.has_begun or self.job is None:
+        if self.has_begun or job is None:
             return says or UNKNOWN
-        return SUBMITTED if job is None or job.is_active else job.state.lower()
+        return SUBMITTED if job.is_active or job.state is None else job.state.lower()
 
     @property
     def is_silent(self) -> bool:
@@ -159,7 +217,7 @@ class RunView:
     @property
     def is_active(self) -> bool:
         """Whether its job waits or runs, as far as is known."""
-        return self.job is not None and (self.job_status is None or self.job_status.is_active)
+        return self.job is not None and self.job.is_active
 
     @property
     def is_over(self) -> bool:
@@ -171,17 +229,15 @@ class RunView:
         """When the run last wrote something, or its job was submitted; in seconds since 1970."""
         if self.progress.written is not None:
             return self.progress.written
-        return None if self.job is None else self.job.time
+        return None if self.job is None else self.job.submitted
 
 
-def read_run(folder: Path, job: JobStatus | None = None) -> RunView:
+def read_run(folder: Path, job: RunJob | None = None) -> RunView:
     """Look at a run.
 
     Args:
         job: its job, as the launcher has just told; by default its newest one, as the files tell.
     """
-    records = [] if job is not None else jobs_of(folder)
-    record = job.record if job is not None else records[-1] if records else None
     status, lines = RunStatus.read(folder), _newest_lines(folder)
     process, host = _last_process(folder)
     is_here = host == os.uname().nodename and Path("/proc/self").exists()  # else its process's number says nothing
@@ -189,8 +245,7 @@ def read_run(folder: Path, job: JobStatus | None = None) -> RunView:
         folder,
         _progress(folder, status, lines),
         lines,
-        record,
-        status_from_files(record) if job is None and record is not None else job,
+        job or next(reversed(recorded_jobs(folder)), None),
         host,
         is_held=_is_locked(folder),
         is_gone=is_here and not Path(f"/proc/{process}").exists(),
@@ -250,7 +305,7 @@ def evaluation_scores(line: Mapping[str, Any]) -> dict[str, float]:
 def _is_run(folder: Path) -> bool:
     """Whether this is the directory of a run, perhaps of one that has not begun: that holds only the record of its job.
     (The folder of a sweep holds such records, too, but of runs whose directories lie elsewhere.)"""
-    return is_run_dir(folder) or any(record.run == folder.name for record in jobs_of(folder))
+    return is_run_dir(folder) or any(job.run == folder.name for job in recorded_jobs(folder))
 
 
 def _newest_lines(folder: Path) -> list[dict[str, Any]]:
