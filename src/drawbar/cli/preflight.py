@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drawbar.doctor import findings
+from drawbar.doctor.machine import MIB, look_at_folder
 from drawbar.errors import UserError
-from drawbar.launch import findings
 from drawbar.launch.findings import Level
-from drawbar.launch.machine import MIB, look_at_folder
 from drawbar.util.byte_sizes import readable
 
 if TYPE_CHECKING:

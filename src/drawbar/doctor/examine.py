@@ -18,10 +18,10 @@ from drawbar.config.io.load_config import LoadedConfig
 from drawbar.config.rules.rule_table import PACKAGE_RULES, RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.config.strategies import AUTO
+from drawbar.doctor import findings
+from drawbar.doctor.machine import GIB, look_at_folder, look_at_machine
 from drawbar.errors import UserError
-from drawbar.launch import findings
-from drawbar.launch.findings import Finding, Level, problem
-from drawbar.launch.machine import GIB, look_at_folder, look_at_gpus, look_at_machine
+from drawbar.launch.findings import Finding, Level, look_at_gpus, of_gpus, problem
 from drawbar.models.folder import run_reference
 from drawbar.runtime.hub import hub_answers
 from drawbar.util.versions import TESTED, installed, untested_versions
@@ -54,7 +54,7 @@ def examine(loaded: LoadedConfig, given: bool, count: Callable[[int], int]) -> d
     sections = {
         "Machine": findings.of_machine(look_at_machine(), os.environ, processes, many_nodes),
         "Libraries": _libraries(),
-        "Device": (*findings.of_torch(torch, gpus, config.device), *findings.of_gpus(gpus)),
+        "Device": (*findings.of_torch(torch, gpus, config.device), *of_gpus(gpus)),
         "Storage": _folders(config, downloads=not all(cached.values())),
         "Hugging Face Hub": _hub(cached),
         "Run": _run(loaded, torch, processes, ranks, given),

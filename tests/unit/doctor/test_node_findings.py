@@ -6,8 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from drawbar.launch import findings
-from drawbar.launch.findings import Level
-from drawbar.launch.machine import Gpu, Gpus, NodeFacts
+from drawbar.launch.findings import Gpu, Gpus, Level, NodeFacts
 from drawbar.launch.node.node_check import collect_facts
 
 VERSIONS = {"drawbar": "0.1.0", "torch": "2.13.0", "Python": "3.11.7", "the NVIDIA driver": "550.54"}

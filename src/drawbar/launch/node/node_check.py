@@ -28,9 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from drawbar.distributed.watchdog import NODE
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch import findings
-from drawbar.launch.findings import Finding, Level
-from drawbar.launch.machine import Gpus, NodeFacts, look_at_gpus
+from drawbar.launch.findings import Finding, Gpus, Level, NodeFacts, look_at_gpus, of_clocks, of_nodes, problem
 from drawbar.launch.node.bad_nodes import NODE_IS_LOST, bad_nodes, record_bad_nodes, restart_number
 from drawbar.launch.node.rendezvous import Rendezvous
 
@@ -141,10 +139,10 @@ class NodeCheck:
         there, absent = sorted(answers), sorted(set(range(rendezvous.nodes)) - set(answers))
         said = [answers[node] for node in there]
         found = [
-            findings.problem(name, f"node {name} did not answer within {self.seconds:.0f} s")
+            problem(name, f"node {name} did not answer within {self.seconds:.0f} s")
             for name in map(rendezvous.name, absent)
         ]
-        found += [*findings.of_nodes(said), *findings.of_clocks(said, [heard[node] for node in there])]
+        found += [*of_nodes(said), *of_clocks(said, [heard[node] for node in there])]
         problems = _problems(found)
         if bad := _bad_nodes(problems):
             _record(self.run_dir, rendezvous, bad)

@@ -7,20 +7,16 @@ import platform
 import resource
 import shutil
 import socket
-import subprocess
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from drawbar.launch.node.network_interfaces import address_of_host_name, interface_address
 from drawbar.util.cores import usable_cores
 
 MIB, GIB = 2**20, 2**30
-_NVIDIA_SMI_SECONDS = 20
-"""nvidia-smi hangs where the driver does."""
 
 
 @dataclass(frozen=True)
@@ -140,76 +136,3 @@ def look_at_folder(name: str, path: str | Path) -> Folder:
     except OSError:
         free, can_execute = 0, True
     return Folder(name, str(wanted), str(place), free, error, has_locks, can_execute)
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU that this job may use."""
-
-    index: int
-    total: int
-    """MiB. So is ``used``: the memory that all processes take before this run begins."""
-    used: int
-    processes: str = ""
-    """Their numbers: ``4711, 4712``."""
-
-
-@dataclass(frozen=True)
-class Gpus:
-    """All GPUs that this job may use."""
-
-    gpus: tuple[Gpu, ...] = ()
-    driver: str = ""
-    """Its version; empty where there is none."""
-    trouble: str = ""
-    """Why nothing is known of them."""
-
-
-def look_at_gpus(environ: Mapping[str, str]) -> Gpus:
-    """The GPUs of this job. nvidia-smi is asked, as torch would take memory on every GPU to answer."""
-    try:
-        rows = _query("--query-gpu=index,uuid,memory.total,memory.used,driver_version")
-        holders = _query("--query-compute-apps=gpu_uuid,pid")
-        chosen = environ.get("CUDA_VISIBLE_DEVICES")
-        names = None if chosen is None else tuple(filter(None, map(str.strip, chosen.split(","))))
-        gpus = []
-        for index, uuid, total, used, _ in rows:
-            is_ours = names is None or index in names or uuid.startswith(names)
-            if is_ours and used.isdigit():  # [N/A] for a GPU that is cut into parts (MIG)
-                processes = ", ".join(pid for holder, pid in holders if holder == uuid)
-                gpus.append(Gpu(int(index), int(total), int(used), processes))
-        return Gpus(tuple(gpus), rows[0][4] if rows else "")
-    except FileNotFoundError:
-        return Gpus()  # in a container, say; torch will tell what does not work
-    except subprocess.TimeoutExpired:
-        return Gpus(trouble=f"nvidia-smi gave no answer in {_NVIDIA_SMI_SECONDS} s")
-    except subprocess.CalledProcessError as error:
-        return Gpus(trouble=f"nvidia-smi failed: {(error.stdout + error.stderr).strip()[:200]}")
-
-
-def _query(question: str) -> list[list[str]]:
-    done = subprocess.run(
-        ["nvidia-smi", question, "--format=csv,noheader,nounits"],
-        capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=True,
-    )  # fmt: skip
-    return [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-
-
-@dataclass(frozen=True)
-class NodeFacts:
-    """What a node of a job says of itself in the node check."""
-
-    name: str
-    versions: Mapping[str, str]
-    config: str
-    """Digest of the whole configuration."""
-    gpu_count: int
-    """That torch sees; 0 where the run does not use them."""
-    gpus: Gpus = Gpus()
-    time: float = 0.0
-    """Seconds since 1970, when it was said."""
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> "NodeFacts":
-        gpus = tuple(Gpu(**gpu) for gpu in values["gpus"]["gpus"])
-        return NodeFacts(**{**values, "gpus": Gpus(**{**values["gpus"], "gpus": gpus})})
