@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from drawbar.doctor import findings
-from drawbar.doctor.examine import ask_torch
+from drawbar.jobs.doctor import findings
+from drawbar.jobs.doctor.examine import ask_torch
 from drawbar.launch.findings import Level, look_at_gpus, of_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

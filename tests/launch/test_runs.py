@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.commands.run_jobs import run_job
-from drawbar.launch.jobs.records import JobEnd, JobRecord, JobStatus, append_records
+from drawbar.jobs.records import JobEnd, JobRecord, JobStatus, append_records
+from drawbar.jobs.run_jobs import run_job
 from drawbar.tracking.run_view import RunState, list_runs, read_run, write_run_status
 from drawbar.util.run_dir import LOCK_FILE
 from harness import run_cli

@@ -16,7 +16,7 @@ from pathlib import Path
 import pyte
 import pytest
 
-from drawbar.launch.jobs.records import JobEnd, JobRecord, append_records
+from drawbar.jobs.records import JobEnd, JobRecord, append_records
 from drawbar.tracking.run_view import RunState, write_run_status
 from drawbar.util.run_dir import LOCK_FILE
 from harness import Finished, run_cli, start_cli, wait_until

@@ -12,7 +12,7 @@ SOURCE = Path(drawbar.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 OWN_MODULES = (
     *("config/deepspeed", "config/rules", "config/strategies"),
-    *("launch/slurm", "launch/ssh"),
+    *("jobs/slurm", "jobs/ssh"),
 )
 """Where a strategy or a launcher may be asked for by name: its own modules, and the tables of rules."""
 STRATEGY_NAMES = {strategy.name for strategy in BUILT_IN}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.doctor import findings
-from drawbar.doctor.machine import GIB, MIB, Machine, look_at_folder, look_at_machine
+from drawbar.jobs.doctor import findings
+from drawbar.jobs.doctor.machine import GIB, MIB, Machine, look_at_folder, look_at_machine
 from drawbar.launch.findings import Finding, Level
 
 HAS_NAMESPACES = subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0
@@ -19,8 +19,8 @@ namespaces = pytest.mark.skipif(not HAS_NAMESPACES, reason="this machine lets no
 SHOW = """
 import json, os
 from dataclasses import asdict
-from drawbar.doctor.findings import *
-from drawbar.doctor.machine import *
+from drawbar.jobs.doctor.findings import *
+from drawbar.jobs.doctor.machine import *
 def show(facts):
     print(json.dumps(asdict(facts)))
 """

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from drawbar.doctor import findings
-from drawbar.doctor.examine import ask_torch
+from drawbar.jobs.doctor import findings
+from drawbar.jobs.doctor.examine import ask_torch
 from drawbar.launch.findings import Finding, Gpu, Gpus, Level, look_at_gpus, of_gpus
 
 ENV = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.cli.preflight import _judge, check_memory
 from drawbar.config.io.load_config import load_config
 from drawbar.errors import UserError
-from drawbar.launch.job import make_job
+from drawbar.jobs.job import make_job
+from drawbar.jobs.preflight import _judge, check_memory
 from drawbar.report.recorded_run import read_recorded_run
 from drawbar.util.run_dir import plan_file
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conftest import make_project
-from drawbar.launch.jobs.records import JobEnd, JobRecord, append_records
+from drawbar.jobs.records import JobEnd, JobRecord, append_records
 from drawbar.report.page import MARKER
 from drawbar.report.report_page import write_report
 from drawbar.report.run_history import read_history
