@@ -12,10 +12,17 @@ import pytest
 
 from drawbar.config.io.user_code import SNAPSHOT
 from drawbar.jobs.job_files import CONFIG, MOST_RESTARTS, count_restart
-from drawbar.jobs.node.endpoint import PORTS, choose_address, choose_port
 from drawbar.jobs.node.first_node import main
-from drawbar.jobs.node.network_interfaces import address_towards, interface_address, interfaces, is_free
-from drawbar.jobs.node.route import find_route
+from drawbar.jobs.node.network import (
+    PORTS,
+    address_towards,
+    choose_address,
+    choose_port,
+    find_route,
+    interface_address,
+    interfaces,
+    is_free,
+)
 from drawbar.launch.agent import report_failure
 from drawbar.launch.rendezvous import VARIABLE, Rendezvous
 from drawbar.util.run_dir import newest_step

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from drawbar.jobs.node.network_interfaces import address_of_host_name, interface_address
+from drawbar.jobs.node.network import address_of_host_name, interface_address
 from drawbar.util.cores import usable_cores
 
 MIB, GIB = 2**20, 2**30

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from drawbar.config.io.user_code import SNAPSHOT
 from drawbar.jobs.job_files import CONFIG, NODES
-from drawbar.jobs.node.route import describe, find_route
+from drawbar.jobs.node.network import describe, find_route
 from drawbar.launch.rendezvous import Rendezvous, launch_id_of
 from drawbar.util.atomic_files import write_atomically
 

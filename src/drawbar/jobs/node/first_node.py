@@ -7,7 +7,7 @@ NAME is how the scheduler reaches the node. The address is that of INTERFACE, or
 
 import sys
 
-from drawbar.jobs.node.endpoint import choose_address, choose_port
+from drawbar.jobs.node.network import choose_address, choose_port
 
 
 def main(arguments: list[str]) -> int:

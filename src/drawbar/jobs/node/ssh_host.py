@@ -23,9 +23,7 @@ from types import FrameType
 from typing import Any
 
 from drawbar.errors import ExitCode
-from drawbar.jobs.node.endpoint import choose_address, choose_port
-from drawbar.jobs.node.network_interfaces import address_towards
-from drawbar.jobs.node.route import describe, find_route
+from drawbar.jobs.node.network import address_towards, choose_address, choose_port, describe, find_route
 from drawbar.jobs.ssh.protocol import GRACE, HostJob, submitter_message
 from drawbar.launch.process_tree import adopt_orphans, die_with_parent, end_tree
 from drawbar.launch.rendezvous import Rendezvous
