@@ -13,8 +13,8 @@ from drawbar.cli.arguments import check_training, load
 from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
 from drawbar.config.io.compare import check_same
 from drawbar.config.io.load_config import LoadedConfig
-from drawbar.config.rules.cluster_rules import SUBMIT_RULES
 from drawbar.config.rules.rule_table import check_world
+from drawbar.config.schema.cluster_section import read_profile
 from drawbar.errors import ExitCode, UserError
 from drawbar.jobs.code_snapshot import copy_code, is_tracked
 from drawbar.jobs.job import Job
@@ -22,6 +22,7 @@ from drawbar.jobs.launcher import Launcher
 from drawbar.jobs.launchers import ask_status, get_launcher
 from drawbar.jobs.preflight import check_before_queue, check_memory
 from drawbar.jobs.records import JobRecord, append_records, read, run_file
+from drawbar.jobs.submit_rules import SUBMIT_RULES
 from drawbar.jobs.sweep import name_runs
 from drawbar.util.run_dir import plan_file
 
@@ -57,7 +58,8 @@ class SubmitRequest:
         """The configuration, with some settings over the user's."""
         if self.resubmitted is not None:
             return load((*self.resubmitted, *settings), self.task)
-        return load((*self.arguments, *settings), self.task, self.profile)
+        profile = None if self.profile is None else read_profile(self.profile)
+        return load((*self.arguments, *settings), self.task, profile)
 
     def sets(self, key: str, loaded: LoadedConfig) -> bool:
         """Whether the user gives the setting. The stored configuration of a resubmitted job has all settings, so only
@@ -226,7 +228,7 @@ def _notes_of_active_jobs(run_dir: Path) -> list[str]:
 
 def name_elements(request: SubmitRequest, elements: Sequence[tuple[str, ...]]) -> tuple[str, list[tuple[str, ...]]]:
     """The name of a sweep, and the settings of its elements with a name for each run."""
-    base = load((*request.arguments, *elements[0]), request.task, request.profile).config.run.name
+    base = request.load(*elements[0]).config.run.name
     names = name_runs(base, elements)
     return base, [(*settings, f"run.name={name}") for settings, name in zip(elements, names, strict=True)]
 

@@ -1,5 +1,5 @@
-"""The part of the table of rules that ``drawbar submit`` obeys. ``drawbar train`` does not: the same file may be tried
-on a laptop, with ``device=cpu``."""
+"""Rules that ``drawbar submit`` obeys. ``drawbar train`` does not: the same file may be tried on a laptop, with
+``device=cpu``."""
 
 from drawbar.config.rules.rule import Rule
 from drawbar.config.schema.cluster_section import ClusterSection, choose_runtime, lost_variables
