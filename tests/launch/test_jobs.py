@@ -435,7 +435,7 @@ def test_a_sweep_in_an_allocation_is_refused(project: Path) -> None:
 
 
 def test_nothing_about_jobs_imports_torch() -> None:
-    modules = "cli.submission, drawbar.jobs.records, drawbar.tracking.run_view"
+    modules = "jobs.submission, drawbar.jobs.records, drawbar.tracking.run_view"
     script = f"import sys, drawbar.{modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
