@@ -163,7 +163,7 @@ def load_with_fsdp(folder: str, fields: dict[str, Any]) -> Any:
 def deepspeed_engine(stage: int, fields: dict[str, Any], universal: bool = False) -> Any:
     import torch.distributed as dist
 
-    from drawbar.parallel.deepspeed.deepspeed_state import import_deepspeed
+    from drawbar.deepspeed.state import import_deepspeed
 
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -181,7 +181,7 @@ def deepspeed_engine(stage: int, fields: dict[str, Any], universal: bool = False
 
 def deepspeed_state(engine: Any) -> tuple[State, State]:
     """Gathered from the engine's own memory; every rank calls it."""
-    from drawbar.parallel.deepspeed.deepspeed_state import MasterState
+    from drawbar.deepspeed.state import MasterState
 
     memory, parameters = MasterState.of(engine), dict(engine.module.named_parameters())
     weights = {name: memory.weight(parameter).clone() for name, parameter in parameters.items()}

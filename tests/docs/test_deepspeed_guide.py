@@ -9,8 +9,8 @@ from made_up import write_data
 from pages import Block, blocks, run_commands, write_files
 
 import drawbar
-from drawbar.config.deepspeed.deepspeed_json import check_deepspeed, deepspeed_json
 from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
+from drawbar.deepspeed.config_json import check_start, deepspeed_json
 from runs import largest_difference, losses
 
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
@@ -41,7 +41,7 @@ def test_every_configuration_is_allowed(block: Block, tmp_path: Path) -> None:
     (tmp_path / "part.yaml").write_text(block.text, encoding="utf-8")
     loaded = drawbar.load_config(tmp_path / "part.yaml")
     check_rules(loaded, RULES + TRAIN_RULES)
-    check_deepspeed(loaded, 8)
+    check_start(loaded, 8)
 
 
 def test_presets_are_what_the_table_says(folder: Path) -> None:

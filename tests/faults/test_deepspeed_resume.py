@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import make_project
-from drawbar.engines.deepspeed_parts import DeepSpeedUpdater
+from drawbar.deepspeed.parts import DeepSpeedUpdater
 from harness import run_ranks
 from runs import fit_in, largest_difference, losses, weights
 

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import drawbar
-from drawbar.config.strategies import BUILT_IN
+from drawbar.config.strategies import STRATEGIES
 
 SOURCE = Path(drawbar.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 OWN_MODULES = (
-    *("config/deepspeed", "config/rules", "config/strategies"),
+    *("config/rules", "config/strategies", "deepspeed"),
     *("jobs/slurm", "jobs/ssh"),
 )
 """Where a strategy or a launcher may be asked for by name: its own modules, and the tables of rules."""
-STRATEGY_NAMES = {strategy.name for strategy in BUILT_IN}
+STRATEGY_NAMES = set(STRATEGIES.names())
 LAUNCHER_NAMES = {"slurm", "ssh", "local"}
 
 

@@ -8,7 +8,6 @@ import threading
 import time
 import traceback
 from functools import partial
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -27,7 +26,7 @@ from drawbar.cli.train import train
 from drawbar.cli.usage import explain_option
 from drawbar.cli.watch import watch
 from drawbar.errors import ExitCode, UserError
-from drawbar.util.registry import is_left_out
+from drawbar.util.entry_points import load_points
 
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task
@@ -135,14 +134,9 @@ def group(local_rank: str | None) -> None:
 def _add_commands() -> None:
     for command in CORE:
         group.add_command(command)
-    for point in entry_points(group=COMMANDS_GROUP):
-        if point.name in group.commands:
-            continue
-        try:
-            group.add_command(point.load(), point.name)
-        except Exception as error:  # noqa: BLE001 - the other commands are there all the same
-            if not is_left_out(point, error):
-                click.echo(f"warning: the command {point.name} ({point.value}) cannot be imported: {error}", err=True)
+    for name, command in load_points(COMMANDS_GROUP, "command"):
+        if name not in group.commands:
+            group.add_command(command, name)
     group.commands = {name: group.commands[name] for name in group.list_commands(click.Context(group))}
 
 

@@ -1,6 +1,5 @@
 """``drawbar config``: show, explain and describe a configuration. Imports only click until a command runs."""
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -8,7 +7,31 @@ import click
 from drawbar.cli.complete_words import complete_config, complete_config_and_settings, complete_keys, complete_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from drawbar.config.io.load_config import LoadedConfig
+
+    Form = Callable[[LoadedConfig, int], str]
+
+FORMS_GROUP = "drawbar.config_forms"
+"""Entry points of functions of a ``LoadedConfig`` and a number of processes: ``drawbar config show --NAME`` prints what
+the function of this name returns. The first line of its docstring is the option's help; its module is light to import.
+"""
+
+
+class _Show(click.Command):
+    """The command with an option for each form of a configuration that a guest brings."""
+
+    def get_params(self, context: click.Context) -> list[click.Parameter]:
+        from drawbar.util.entry_points import load_points
+
+        *own, help_option = super().get_params(context)
+        return [*own, *(_option(name, form) for name, form in load_points(FORMS_GROUP, "form")), help_option]
+
+
+def _option(name: str, form: "Form") -> click.Option:
+    assert form.__doc__, "it is the option's help"
+    return click.Option([f"--{name}", "form"], flag_value=name, help=form.__doc__.partition("\n")[0])
 
 
 @click.group(
@@ -25,63 +48,45 @@ def config() -> None:
 
 
 @config.command(
+    cls=_Show,
     epilog="""\b
 Examples:
   drawbar config show config.yaml
   drawbar config show config.yaml optim.lr=1e-4 parallel.strategy=ddp --origins
-  drawbar config show config.yaml deepspeed.preset=zero2 --deepspeed
-"""
+""",
 )
 @click.argument("path", metavar="CONFIG", shell_complete=complete_config)
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, shell_complete=complete_settings)
 @click.option("--origins", is_flag=True, help="Write the origin of each given setting in a comment behind it.")
-@click.option("--deepspeed", is_flag=True, help="Print, instead, the JSON that DeepSpeed gets.")
 @click.pass_obj
-def show(task: Any, path: str, overrides: tuple[str, ...], origins: bool, deepspeed: bool) -> None:
+def show(task: Any, path: str, overrides: tuple[str, ...], origins: bool, form: str | None = None) -> None:
     """Print what a run would use, every default included.
 
-    The result is a configuration file itself; with --deepspeed it is DeepSpeed's, for as many processes as `drawbar
-    train` would start.
+    The result is a configuration file itself.
     """
-    if origins and deepspeed:
-        raise click.UsageError("--origins and --deepspeed print different things; give one of them.")
+    if origins and form:
+        raise click.UsageError(f"--origins and --{form} print different things; give one of them.")
     from drawbar.cli.arguments import noted
     from drawbar.config.io.load_config import dump_yaml, load_config
 
     loaded = noted(load_config(path, overrides, task.Config if task else None))
-    if deepspeed:
-        _show_deepspeed(loaded)
+    if form:
+        click.echo(_in_form(form, loaded))
         return
     comments = {key: str(origin) for key, origin in loaded.origins.items()} if origins else {}
     click.echo(dump_yaml(loaded.config, comments), nl=False)
 
 
-def _show_deepspeed(loaded: "LoadedConfig") -> None:
+def _in_form(name: str, loaded: "LoadedConfig") -> str:
     from drawbar.cli.train import count_processes
-    from drawbar.config.deepspeed.deepspeed_json import check_deepspeed, deepspeed_json
-    from drawbar.config.deepspeed.zero_settings import is_deepspeed
-    from drawbar.config.rules.rule_table import check_rules
-    from drawbar.errors import UserError
+    from drawbar.config.rules.rule_table import check_guests, check_rules
+    from drawbar.util.entry_points import load_points
 
-    if not is_deepspeed(loaded.config):
-        raise UserError(
-            "DeepSpeed does not run this configuration",
-            where=f"parallel.strategy={loaded.config.parallel.strategy}",
-            remedy="add parallel.strategy=deepspeed, or a section deepspeed such as deepspeed.preset=zero2",
-        )
     check_rules(loaded)
     processes = count_processes(loaded.config)
-    check_deepspeed(loaded, processes)
-    precision: str = loaded.config.precision
-    if precision == "auto":
-        from drawbar.distributed.rank_info import RankInfo, choose_device
-        from drawbar.parallel.precision import choose_precision
-
-        precision = choose_precision(precision, choose_device(loaded.config.device, RankInfo(world_size=processes)))
-    found = deepspeed_json(loaded, processes, precision)
-    for note in found.notes:
-        click.echo(f"note: {note}", err=True)
-    click.echo(json.dumps(found.values, indent=2))
+    check_guests(loaded, processes)
+    form: Form = dict(load_points(FORMS_GROUP, "form"))[name]
+    return form(loaded, processes)
 
 
 @config.command(

@@ -78,8 +78,7 @@ def start(
 ) -> int:
     """Train here, or start the processes that do, and wait for them; the exit code of the run."""
     from drawbar.cli.arguments import check, check_training, read
-    from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
-    from drawbar.config.rules.rule_table import PACKAGE_RULES
+    from drawbar.config.rules.rule_table import PACKAGE_RULES, check_guests
     from drawbar.distributed.foreign_launcher import refuse_unconnected_processes
     from drawbar.launch.rank_environment import STATUS_VARIABLE
     from drawbar.launch.rendezvous import Rendezvous
@@ -102,7 +101,7 @@ def start(
         from drawbar.distributed.rank_info import RankInfo
         from drawbar.train.trainer import Trainer
 
-    check_deepspeed(loaded, RankInfo.from_environment().world_size)
+    check_guests(loaded, RankInfo.from_environment().world_size)
     trainer = Trainer(loaded.config, task, resume=resume, fork=fork, weights_only=weights_only, notes=loaded.notes)
     return trainer.fit().exit_code
 
@@ -115,15 +114,14 @@ def launch_ranks(
     warm_process: "WarmProcess | None",
 ) -> int:
     """Start this node's ranks, and wait for them; the exit code of the run."""
-    from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
-    from drawbar.config.rules.rule_table import check_world
+    from drawbar.config.rules.rule_table import check_guests, check_world
     from drawbar.launch.agent import run_processes
     from drawbar.launch.node_check import NodeCheck
 
     config = loaded.config
     total = processes * (rendezvous.nodes if rendezvous else 1)
     check_world(config, total)
-    check_deepspeed(loaded, total)
+    check_guests(loaded, total)
     roll_call_seconds = config.launch.roll_call_seconds
     node_check = NodeCheck(config.model_dump_json(), config.device, config.run_dir, roll_call_seconds)
     return run_processes(command, processes, rendezvous, config.launch.timeout, node_check, warm_process)

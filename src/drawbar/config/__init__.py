@@ -1,1 +1,1 @@
-"""The configuration of a run: its schema, reading and merging, which settings go together, and DeepSpeed's JSON."""
+"""The configuration of a run: its schema, reading and merging, and which settings go together."""

@@ -31,14 +31,15 @@ class Strategy:
     many_devices: bool = False
     """Its one process computes on several devices, in threads."""
     shards_parameters: bool = False
-    """Each data-parallel rank holds a shard of every parameter, as a DTensor. (DeepSpeed's stage 3 shards them in its
-    own way.)"""
+    """Each data-parallel rank holds a shard of every parameter, as a DTensor."""
     supports_model_parallel: bool = False
     """It works with one or more of tensor, pipeline and context parallelism; ``config.rules`` refuses the rest."""
     offloads: bool = False
     """Its state can lie in host memory."""
-    is_deepspeed: bool = False
-    """DeepSpeed's engine is the backend, and not torch alone."""
+    has_engine: bool = False
+    """Another library's engine, such as DeepSpeed's, casts, reduces and updates, and shards layers in its own way."""
+    zero_stages: bool = False
+    """``parallel.zero_stage`` says what it shards."""
 
     def build(self, *args: Any) -> Any:
         """The parts of an engine: see ``drawbar.engines.parts.EngineParts``."""
@@ -59,13 +60,6 @@ BUILT_IN = (
     Strategy("ddp", f"{_TORCH}:build_ddp", supports_model_parallel=True),
     Strategy("zero1", f"{_TORCH}:build_zero1"),
     Strategy("fsdp", f"{_TORCH}:build_fsdp", shards_parameters=True, supports_model_parallel=True, offloads=True),
-    Strategy(
-        "deepspeed",
-        "drawbar.engines.deepspeed_strategy:build",
-        supports_model_parallel=True,
-        offloads=True,
-        is_deepspeed=True,
-    ),
 )
 for _strategy in BUILT_IN:
     STRATEGIES.register(_strategy.name)(_strategy)

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 import click
 
 from drawbar.cli.complete_words import complete_run
+from drawbar.util.entry_points import has_folder
 
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task
+
+_FORMATS = ["dcp", *(["deepspeed"] if has_folder("deepspeed") else [])]
 
 
 @click.command(
@@ -28,14 +31,14 @@ A checkpoint folder of Hugging Face's Trainer is a model as it is: task.model=ou
 @click.argument("source", type=click.Path(), shell_complete=complete_run)
 @click.option(
     "--to",
-    type=click.Choice(["dcp", "deepspeed", "huggingface"]),
+    type=click.Choice([*_FORMATS, "huggingface"]),
     help="What to make of a run's checkpoint. dcp: a folder of torch.distributed.checkpoint. deepspeed: a universal "
     "checkpoint. huggingface: as `drawbar export`.",
 )
 @click.option(
     "--from",
     "form",
-    type=click.Choice(["dcp", "deepspeed"]),
+    type=click.Choice(_FORMATS),
     help="What SOURCE is, if no run: a checkpoint of torch.distributed.checkpoint, or of DeepSpeed (ZeRO or "
     "universal). Its weights become a folder for task.model; its optimizer state is not taken.",
 )

@@ -13,7 +13,6 @@ from drawbar.checkpoint.read import explain_unusable, read_snapshot
 from drawbar.commands.output_files import check_new_folder, writing
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.convert.dcp_folders import write_dcp
-from drawbar.convert.deepspeed_folders import write_universal
 from drawbar.errors import UserError
 from drawbar.runtime.safetensors_reader import OnDemandTensors
 from drawbar.util.new_folder import new_folder
@@ -52,6 +51,8 @@ def convert_run(config: RunConfig, checkpoint: str, to: str, folder: Path) -> in
         if to == "dcp":
             write_dcp(draft, model, optimizer)
         else:
+            from drawbar.deepspeed.folders import write_universal  # a guest, which may not be there
+
             write_universal(draft, snapshot.step, model, optimizer)
     return snapshot.step
 

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from drawbar.checkpoint.space import rust_errors_as_oserror
 from drawbar.commands.output_files import check_new_folder, writing
 from drawbar.convert.dcp_folders import read_dcp
-from drawbar.convert.deepspeed_folders import read_deepspeed
 from drawbar.data.tokenizer import load_tokenizer
 from drawbar.errors import UserError
 from drawbar.models.huggingface import from_hub, quiet_transformers, unused_weights
@@ -22,16 +21,13 @@ from drawbar.runtime.pretrained_files import read_config, read_generation_config
 from drawbar.runtime.safetensors_reader import OnDemandTensors, parameters_on_meta
 from drawbar.util.new_folder import new_folder
 
-READERS: dict[str, Callable[[Path], OnDemandTensors]] = {"dcp": read_dcp, "deepspeed": read_deepspeed}
-"""Format → a function that returns the tensors of a folder by the names in it; weights are among them."""
-
 
 def import_weights(source: Path, form: str, model_name: str, folder: Path) -> None:
     """Write the weights of a checkpoint as a folder for ``from_pretrained``, in fp32, with config and
     tokenizer.
 
     Args:
-        form: a key of ``READERS``.
+        form: ``dcp`` or ``deepspeed``.
         model_name: folder or hub name of the model that was trained; its weights are not read.
         folder: absent or empty; it appears when it is complete.
 
@@ -44,10 +40,19 @@ def import_weights(source: Path, form: str, model_name: str, folder: Path) -> No
     if not source.is_dir():
         raise UserError(f"there is no folder {source}", where="SOURCE", remedy="name the folder of a checkpoint")
     model = _model_without_weights(model_name)
-    read = _weights_of(model, READERS[form](source), source)
+    read = _weights_of(model, _reader(form)(source), source)
     with writing(folder, "--output"), new_folder(folder) as draft, rust_errors_as_oserror(draft):
         save_transformers(model, read, draft, torch.float32, "5GB")
         _save_tokenizer(model_name, draft)
+
+
+def _reader(form: str) -> Callable[[Path], OnDemandTensors]:
+    """A function that returns the tensors of a folder by the names in it; weights are among them."""
+    if form == "dcp":
+        return read_dcp
+    from drawbar.deepspeed.folders import read_deepspeed  # a guest, which may not be there
+
+    return read_deepspeed
 
 
 def _model_without_weights(name: str) -> PreTrainedModel:

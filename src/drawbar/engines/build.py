@@ -10,7 +10,7 @@ from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.rules.parallel_rules import FP8_TRAINING
 from drawbar.config.rules.rule_table import RULES, check_rules
 from drawbar.config.schema.run_config import RunConfig
-from drawbar.config.strategies import AUTO, BUILT_IN
+from drawbar.config.strategies import AUTO
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.engines.local_model import build_weightless
@@ -107,7 +107,7 @@ def _build_parts(task: Task, config: RunConfig, world: Distributed) -> EnginePar
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if strategy in BUILT_IN:
+        if str(strategy.builder).startswith("drawbar."):
             raise
         raise _builder_error(config, f"fails: {cause(error)}") from error
     if not isinstance(parts, EngineParts):
@@ -136,8 +136,8 @@ def choose_strategy(task: Task, config: RunConfig, world: Distributed, room: flo
         config: with its dtypes chosen.
         room: bytes of memory that this rank has.
     """
-    if config.deepspeed is not None:
-        return "deepspeed", "the configuration has a section for it"
+    if config.strategy.name != AUTO:
+        return config.strategy.name, "the configuration has a section for it"
     if world.size == 1:
         return "single", "one process"
     if world.dp_ranks.size == 1:

@@ -69,8 +69,8 @@ def _find_logit_ops(task: Task, config: RunConfig, model: nn.Module) -> LogitOps
         raise UnknownHead(f"{type(task).__name__} has a forward or a loss of its own")
     if parallel.features.many_devices:
         raise UnknownHead("the strategy splits batches by rows over its devices, and cannot split a head's targets")
-    if parallel.features.is_deepspeed and parallel.tensor > 1:
-        raise UnknownHead("DeepSpeed's tensor parallelism has heads of its own")
+    if parallel.features.has_engine and parallel.tensor > 1:
+        raise UnknownHead(f"the tensor parallelism of {parallel.strategy} has heads of its own")
     ops = ops_after_head(model)
     if ops.has_buffers and parallel.tensor > 1:
         raise UnknownHead("the model adds a bias for each token to its logits, and ranks share the vocabulary")

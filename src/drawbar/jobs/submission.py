@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from drawbar.cli.arguments import check_training, load
-from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
 from drawbar.config.io.compare import check_same
 from drawbar.config.io.load_config import LoadedConfig
-from drawbar.config.rules.rule_table import check_world
+from drawbar.config.rules.rule_table import check_guests, check_world
 from drawbar.config.schema.cluster_section import read_profile
 from drawbar.errors import ExitCode, UserError
 from drawbar.jobs.code_snapshot import copy_code, is_tracked
@@ -203,7 +202,7 @@ def _prepare_run(request: SubmitRequest, launcher: Launcher) -> PreparedJob:
             remedy="set cluster.nodes=1, or leave out --nodes",
         )
     check_world(config, job.nodes * job.processes)
-    check_deepspeed(loaded, job.nodes * job.processes)
+    check_guests(loaded, job.nodes * job.processes)
     found = check_before_queue(config, job, launcher, request.task)
     notes = (*completed.notes, *_notes_of_active_jobs(config.run_dir), *found)
     if request.resubmitted is None:  # the memory of a job that ran before need not be checked

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from drawbar.config.deepspeed.zero_settings import is_deepspeed, with_parallel
 from drawbar.config.io.problems import report_errors, report_missing_values
 from drawbar.config.io.source import Settings, apply_override
 from drawbar.config.rules.rule_table import RULES, check_degrees, check_rules, check_world
@@ -82,7 +81,7 @@ class Case:
 
     def apply_to(self, config: RunConfig, precision: str) -> RunConfig:
         """The configuration, run in this way."""
-        return with_parallel(config, self.parallel).model_copy(update={"precision": precision})
+        return config.with_parallel(self.parallel).model_copy(update={"precision": precision})
 
 
 def parse_cases(text: str, config: RunConfig) -> list[Case]:
@@ -138,8 +137,8 @@ def default_cases(config: RunConfig, ranks: int, precision: str) -> list[Case]:
     found = parallel_cases(config, ranks) if ranks > 1 else []
     cases = [parse_case(case_text(settings), config) for settings in found]
     own = config.parallel
-    if is_deepspeed(config):
-        own = own.model_copy(update={"strategy": "deepspeed"})
+    if config.strategy.zero_stages:
+        own = own.model_copy(update={"strategy": config.strategy.name})
         cases += [parse_case(case_text(settings), config) for settings in deepspeed_cases(config, ranks)]
     elif (_is_one_device(own) or own.strategy == AUTO) and own.model_ranks == 1:
         own = own.model_copy(update={"strategy": "single" if ranks == 1 else "ddp"})
@@ -205,7 +204,7 @@ def _fits(config: RunConfig, parallel: Mapping[str, Any], ranks: int) -> bool:
     kept = {name: getattr(config.parallel, name) for name in _KEPT}
     section = ParallelSection(**kept, **parallel)
     launch = config.launch.model_copy(update={"nproc": ranks})
-    changed = with_parallel(config.model_copy(update={"launch": launch}), section)
+    changed = config.model_copy(update={"launch": launch}).with_parallel(section)
     if any(rule.broken(changed) for rule in RULES):
         return False
     try:

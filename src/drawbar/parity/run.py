@@ -22,7 +22,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from drawbar.config.deepspeed.zero_settings import with_parallel
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import ParallelSection, RunConfig
 from drawbar.distributed.process_group import Distributed
@@ -54,7 +53,7 @@ from drawbar.tracking.console import Console
 
 def reference_config(config: RunConfig, precision: str = "fp32") -> RunConfig:
     """The configuration of the reference: one process, and the defaults of ``parallel``."""
-    return with_parallel(config, ParallelSection(strategy="single")).model_copy(update={"precision": precision})
+    return config.with_parallel(ParallelSection(strategy="single")).model_copy(update={"precision": precision})
 
 
 def make_reference(

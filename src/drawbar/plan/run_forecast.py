@@ -14,13 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from drawbar.config.deepspeed.zero_settings import (
-    NOWHERE,
-    is_deepspeed,
-    offload_optimizer,
-    offload_parameters,
-    zero_stage,
-)
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.rules.rule_table import RULES, check_rules, check_world
 from drawbar.config.schema.run_config import ParallelSection, RunConfig
@@ -240,7 +233,7 @@ class Forecaster:
         """Whether the run tries micro-batches before it trains (``drawbar.train.memory_probe``)."""
         train, parallel, on_gpu = config.train, config.parallel, self.machine.device == "cuda"
         is_set = train.micro_batch != "auto" or train.micro_batch_tokens is not None
-        other = is_deepspeed(config) or parallel.features.many_devices or parallel.pipeline > 1
+        other = config.strategy.has_engine or parallel.features.many_devices or parallel.pipeline > 1
         return on_gpu and not (is_set or other or config.data.streaming)
 
     def _forecast(self, config: RunConfig, name: str, timeout: float) -> RunForecast:
@@ -272,7 +265,7 @@ class Forecaster:
             for rank in _kinds_of_ranks(dims, counted)
         ]
         if estimated:
-            ranks = [_with_deepspeed_shares(rank, resolved, self.machine.ranks, not devices_are_cpus) for rank in ranks]
+            ranks = [_with_zero_shares(rank, resolved, self.machine.ranks, not devices_are_cpus) for rank in ranks]
         tokens = config.train.global_batch * resolved.data.sequence_length if "input_ids" in sample else 0
         method = ESTIMATED if estimated else COUNTED
         return RunForecast(name, method, ranks, self.machine, self._steps(config), tokens)
@@ -355,13 +348,13 @@ def _countable(config: RunConfig, ranks: int) -> tuple[RunConfig, ParallelDims, 
     """The nearest configuration whose steps can be made on fake tensors, its degrees, and whether it differs
     from ``config``.
 
-    DeepSpeed cannot compute on fake tensors: the run counts as DDP, and ``_with_deepspeed_shares`` then divides its
-    state. Fake tensors are the CPU's, for which there is no ring attention: the ranks that share a sequence count as
+    DeepSpeed cannot compute on fake tensors: the run counts as DDP, and ``_with_zero_shares`` then divides its state.
+    Fake tensors are the CPU's, for which there is no ring attention: the ranks that share a sequence count as
     data-parallel ranks, each with a sequence as long as its share. ``nn.DataParallel`` counts as one device; fp8 is
     left out.
     """
     parallel, estimated = config.parallel, False
-    if is_deepspeed(config):
+    if config.strategy.has_engine:
         kept = {
             name: getattr(parallel, name) for name in ("tensor", "pipeline", "activation_checkpointing", "schedule")
         }
@@ -378,17 +371,19 @@ def _countable(config: RunConfig, ranks: int) -> tuple[RunConfig, ParallelDims, 
         config = config.model_copy(update={"train": train})
         data = data.model_copy(update={"sequence_length": length})
         parallel, estimated = parallel.model_copy(update={"context": 1}), True
-    counted = config.model_copy(update={"parallel": parallel, "data": data, "deepspeed": None})
+    counted = config.with_parallel(parallel).model_copy(update={"data": data})
     return counted, ParallelDims.of(parallel, ranks), estimated
 
 
-def _with_deepspeed_shares(rank: RankForecast, config: RunConfig, ranks: int, on_gpu: bool) -> RankForecast:
+def _with_zero_shares(rank: RankForecast, config: RunConfig, ranks: int, on_gpu: bool) -> RankForecast:
     """What DeepSpeed leaves a rank of the parameters, gradients and optimizer state of a replica (Rajbhandari et al.
     2020, arXiv:1910.02054): stage 1 divides the optimizer state by the data-parallel ranks, stage 2 also gradients,
     stage 3 also parameters, of which it gathers a part; gradients have a buffer for what is being sent. What
     is offloaded is not in the device's peak: parameters, or the optimizer's state and, from stage 2 on, gradients."""
-    if not is_deepspeed(config):
+    if not config.strategy.zero_stages:
         return rank
+    from drawbar.deepspeed.settings import NOWHERE, offload_optimizer, offload_parameters, zero_stage  # a guest
+
     stage, data = zero_stage(config), ranks // config.parallel.model_ranks
     kept = rank.peak.by_kind
     share: dict[str, Any] = {

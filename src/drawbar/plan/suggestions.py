@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from drawbar.config.deepspeed.zero_settings import is_deepspeed
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
 from drawbar.plan.run_forecast import Forecaster, RunForecast
@@ -68,7 +67,7 @@ def _changes(config: RunConfig, found: RunForecast) -> Iterator[dict[str, Any]]:
     """Changes that lower the peak, from the one that slows training least to the one that slows it most."""
     parallel, rank = config.parallel, found.largest
     ranks = found.machine.ranks
-    deepspeed = is_deepspeed(config)
+    has_engine = config.strategy.has_engine
     if getattr(config.task, "cross_entropy", None) == "plain":
         yield {"task.cross_entropy": "chunked"}
     smaller = [rows for rows in _divisors(rank.rows) if rows < rank.rows]
@@ -79,17 +78,17 @@ def _changes(config: RunConfig, found: RunForecast) -> Iterator[dict[str, Any]]:
         yield {"train.micro_batch": smaller[-1]}
         if len(smaller) > 1:
             yield {"train.micro_batch": 1}
-    if ranks > 1 and not parallel.features.shards_parameters and not deepspeed:
+    if ranks > 1 and not parallel.features.shards_parameters and not has_engine:
         yield {"parallel.strategy": "fsdp"}
-    if config.optim.name == "adamw" and config.optim.state_dtype == "fp32" and not deepspeed:
+    if config.optim.name == "adamw" and config.optim.state_dtype == "fp32" and not has_engine:
         yield {"optim.state_dtype": "bf16"}
     if parallel.activation_checkpointing in ("none", "attention", "selective"):
         yield {"parallel.activation_checkpointing": "full"}
     data = ranks // parallel.model_ranks
     for degree in (2, 4, 8):
-        if parallel.tensor == 1 and data % degree == 0 and degree <= found.machine.ranks_per_node and not deepspeed:
+        if parallel.tensor == 1 and data % degree == 0 and degree <= found.machine.ranks_per_node and not has_engine:
             yield {"parallel.strategy": "fsdp", "parallel.tensor": degree}
-    if not parallel.offload and not deepspeed:
+    if not parallel.offload and not has_engine:
         yield {"parallel.strategy": "fsdp", "parallel.offload": True}
 
 

@@ -12,14 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from drawbar.errors import UserError
 from drawbar.util.atomic_files import write_atomically
 from drawbar.util.best_score import BEST_FILE, BestScore
-from drawbar.util.registry import is_left_out
+from drawbar.util.entry_points import load_points
 from drawbar.util.run_dir import LOCK_FILE, METRICS_FILE, STATUS_FILE, is_run_dir, newest_step
 
 RunState = Literal["training", "complete", "stopped", "failed"]
@@ -149,14 +148,7 @@ class JobLookup(ABC):
 @cache
 def job_lookups() -> Sequence[JobLookup]:
     """Those of the installed packages."""
-    found = []
-    for point in entry_points(group="drawbar.job_lookups"):
-        try:
-            found.append(point.load()())
-        except ModuleNotFoundError as error:
-            if not is_left_out(point, error):
-                raise
-    return found
+    return [lookup() for _, lookup in load_points("drawbar.job_lookups", "job lookup")]
 
 
 def recorded_jobs(folder: Path) -> list[RunJob]:

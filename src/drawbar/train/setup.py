@@ -16,7 +16,6 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import RESOLVED, Snapshot
 from drawbar.checkpoint.read import explain_unusable
 from drawbar.checkpoint.space import rust_errors_as_oserror
-from drawbar.config.deepspeed.zero_settings import with_parallel
 from drawbar.config.io.compare import Difference
 from drawbar.config.io.fields import show
 from drawbar.config.io.load_config import SCRIPT_FILE, script_of_run
@@ -216,7 +215,7 @@ def save_task(task: Task, run_dir: Path) -> None:
 
 def on_one_process(config: RunConfig) -> RunConfig:
     """The same run without parallelism, for commands that are one process: a checkpoint fits any strategy."""
-    return with_parallel(config, ParallelSection(strategy="single"))
+    return config.with_parallel(ParallelSection(strategy="single"))
 
 
 def count_steps(config: TrainSection, steps_per_epoch: int | None) -> int:

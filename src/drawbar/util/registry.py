@@ -1,10 +1,11 @@
 """``Registry``: the implementations of one kind by name, with those that installed packages bring as entry points."""
 
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Generic, TypeVar
 
 from drawbar.errors import UserError, nearest
+from drawbar.util.entry_points import installed_points
 
 T = TypeVar("T")
 _T = TypeVar("_T")
@@ -52,7 +53,11 @@ class Registry(Generic[T]):
         for known in (self._registered, self._loaded):
             if name in known:
                 return known[name]
-        points = [self._lazy[name]] if name in self._lazy else list(entry_points(group=self.group, name=name))
+        points = (
+            [self._lazy[name]]
+            if name in self._lazy
+            else [point for point in installed_points(self.group) if point.name == name]
+        )
         if not points:
             raise self._unknown(name, where)
         if len(points) > 1:
@@ -67,7 +72,7 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """All names: those that are registered, then those of installed packages."""
-        installed = sorted(point.name for point in entry_points(group=self.group))
+        installed = sorted(point.name for point in installed_points(self.group))
         return list(dict.fromkeys([*self._registered, *self._lazy, *installed]))
 
     def _load(self, point: EntryPoint, where: str) -> T:
@@ -95,11 +100,6 @@ class Registry(Generic[T]):
     def _check_new(self, name: str) -> None:
         if name in self._registered or name in self._lazy:
             raise ValueError(f"the {self.kind} {name!r} is registered already")
-
-
-def is_left_out(point: EntryPoint, error: Exception) -> bool:
-    """Whether an entry point cannot be loaded because its package, or the part of drawbar, is not there at all."""
-    return isinstance(error, ModuleNotFoundError) and f"{point.module}.".startswith(f"{error.name}.")
 
 
 def _package(point: EntryPoint) -> str:

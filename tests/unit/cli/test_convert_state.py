@@ -16,7 +16,7 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.read import read_snapshot
 from drawbar.convert.convert_run import convert_run
 from drawbar.convert.dcp_folders import read_dcp
-from drawbar.convert.deepspeed_folders import read_deepspeed
+from drawbar.deepspeed.folders import read_deepspeed
 from drawbar.tasks.batch import Batch
 
 STEPS = ("train.steps=2", "optim.warmup=0", "eval.every=null")

@@ -9,13 +9,13 @@ import torch
 from click.testing import CliRunner
 
 from drawbar.cli.train import train
-from drawbar.config.deepspeed import deepspeed_json as tables
-from drawbar.config.deepspeed.deepspeed_json import DeepSpeedJson, check_deepspeed, deepspeed_json
 from drawbar.config.io.load_config import LoadedConfig, load_config
 from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
 from drawbar.config.schema.run_config import RunConfig
+from drawbar.deepspeed import config_json as tables
+from drawbar.deepspeed.config_json import DeepSpeedJson, check_start, deepspeed_json
+from drawbar.deepspeed.state import import_deepspeed
 from drawbar.errors import ExitCode, UserError
-from drawbar.parallel.deepspeed.deepspeed_state import import_deepspeed
 
 FILES = Path(__file__).parent / "deepspeed"
 LITERAL = [  # what zero2.json says in numbers
@@ -45,7 +45,7 @@ def write(folder: Path, values: Any) -> Path:
 
 def refusal(folder: Path, values: Any, *settings: str) -> str:
     with pytest.raises(UserError) as caught:
-        check_deepspeed(load(write(folder, values), *settings), PROCESSES)
+        check_start(load(write(folder, values), *settings), PROCESSES)
     assert caught.value.remedy
     assert str(folder / "ds.json") in str(caught.value)
     return str(caught.value)
@@ -318,10 +318,10 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text("{}")
     loaded = load(tmp_path / "ds_confg.json")  # can be read: a run may have been copied without it
     with pytest.raises(UserError, match="there is no such file") as caught:
-        check_deepspeed(loaded, PROCESSES)
+        check_start(loaded, PROCESSES)
     assert "did you mean" in str(caught.value)
     with pytest.raises(UserError, match="a folder, not a JSON file"):
-        check_deepspeed(load(tmp_path), PROCESSES)
+        check_start(load(tmp_path), PROCESSES)
 
 
 @pytest.mark.parametrize("key", tables.CHANGES_LOSSES)

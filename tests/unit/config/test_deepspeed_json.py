@@ -5,18 +5,17 @@ from typing import Any
 import pytest
 import torch
 
-from drawbar.config.deepspeed.deepspeed_json import check_deepspeed, deepspeed_json
-from drawbar.config.deepspeed.zero_settings import (
+from drawbar.config.io.load_config import load_config
+from drawbar.config.schema.run_config import ParallelSection, RunConfig
+from drawbar.deepspeed.config_json import check_start, deepspeed_json
+from drawbar.deepspeed.settings import (
     is_deepspeed,
     offload_optimizer,
     offload_parameters,
-    with_parallel,
     zero_stage,
 )
-from drawbar.config.io.load_config import load_config
-from drawbar.config.schema.run_config import ParallelSection, RunConfig
+from drawbar.deepspeed.state import import_deepspeed
 from drawbar.errors import UserError
-from drawbar.parallel.deepspeed.deepspeed_state import import_deepspeed
 from drawbar.parallel.precision import LossScaler
 
 
@@ -59,13 +58,13 @@ def test_stage_and_places(settings: list[str], stage: int, optimizer: str, param
 @pytest.mark.parametrize("settings", [[], ["parallel.strategy=ddp"], ["parallel.strategy=ddp", "deepspeed={}"]])
 def test_other_runs(settings: list[str]) -> None:
     assert not is_deepspeed(config_of(*settings))
-    check_deepspeed(load_config(None, [*settings, "train.global_batch=3"]), 2)
+    check_start(load_config(None, [*settings, "train.global_batch=3"]), 2)
 
 
 def test_another_layout_keeps_the_section_only_where_it_fits() -> None:
     config = config_of("deepspeed.preset=zero3")
     for parallel in (config.parallel, ParallelSection(strategy="deepspeed", compile=True)):
-        assert with_parallel(config, parallel).deepspeed == config.deepspeed
+        assert config.with_parallel(parallel).deepspeed == config.deepspeed
     others = [
         {"strategy": "single"},
         {"strategy": "ddp"},
@@ -73,7 +72,7 @@ def test_another_layout_keeps_the_section_only_where_it_fits() -> None:
         {"offload": True},
     ]
     for settings in others:
-        changed = with_parallel(config, ParallelSection(**settings))
+        changed = config.with_parallel(ParallelSection(**settings))
         assert changed.deepspeed is None
         assert changed.model_copy(update={"parallel": config.parallel, "deepspeed": config.deepspeed}) == config
 
@@ -152,6 +151,6 @@ def test_fp16_scales_as_every_strategy_does() -> None:
 def test_processes_that_do_not_fit() -> None:
     loaded = load_config(None, ["deepspeed={}", "parallel.tensor=2", "device=cpu"])
     with pytest.raises(UserError, match="3 processes cannot hold models of 2 ranks each"):
-        check_deepspeed(loaded, 3)
+        check_start(loaded, 3)
     with pytest.raises(UserError, match=r"train\.global_batch=32 cannot be split evenly over 3"):
-        check_deepspeed(load_config(None, ["deepspeed={}"]), 3)
+        check_start(load_config(None, ["deepspeed={}"]), 3)

@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from drawbar.deepspeed.state import import_deepspeed
 from drawbar.errors import UserError
-from drawbar.parallel.deepspeed.deepspeed_state import import_deepspeed
 from tiny import CPU
 
 

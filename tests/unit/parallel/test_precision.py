@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drawbar.engines.deepspeed_parts import DeepSpeedUpdater
+from drawbar.deepspeed.parts import DeepSpeedUpdater
 from drawbar.errors import UserError
 from drawbar.parallel.precision import LossScaler, autocast, choose_precision
 

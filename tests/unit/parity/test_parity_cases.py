@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 
-from drawbar.config.deepspeed.deepspeed_rules import DEEPSPEED
 from drawbar.config.rules.parallel_rules import PARALLEL
 from drawbar.config.rules.rule_table import check_degrees
-from drawbar.config.schema.deepspeed_section import DeepSpeedSection
 from drawbar.config.schema.run_config import (
     DataSection,
     EveryKthBlock,
@@ -18,6 +16,8 @@ from drawbar.config.schema.run_config import (
     TrainSection,
 )
 from drawbar.config.schema.task_sections import MaskedLMConfig
+from drawbar.deepspeed.rules import RULES as DEEPSPEED
+from drawbar.deepspeed.settings import DeepSpeedSection
 from drawbar.errors import UserError
 from drawbar.parity.cases import deepspeed_cases, default_cases, parallel_cases, parse_cases
 

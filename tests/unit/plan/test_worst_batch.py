@@ -149,8 +149,8 @@ def test_what_deepspeed_offloads_is_not_in_the_peak_of_a_gpu(preset: str, left: 
     peak = Peak(400, dict.fromkeys(KINDS, 0) | {PARAMETERS: 100, GRADIENTS: 100, OPTIMIZER: 200})
     replica = RankForecast(0, 0, 100, 100, 200, peak, {}, 1.0, 1, 1, 300)
     config = configure(f"deepspeed={{preset: {preset}}}")
-    found = run_forecast._with_deepspeed_shares(replica, config, 4, on_gpu=True)
+    found = run_forecast._with_zero_shares(replica, config, 4, on_gpu=True)
     assert {kind: found.peak.by_kind[kind] for kind in left} == left
     assert found.optimizer == 50
-    on_cpu = run_forecast._with_deepspeed_shares(replica, config, 4, on_gpu=False)
+    on_cpu = run_forecast._with_zero_shares(replica, config, 4, on_gpu=False)
     assert on_cpu.peak.by_kind[OPTIMIZER] == 50

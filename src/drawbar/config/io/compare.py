@@ -9,6 +9,7 @@ from typing import Any
 from drawbar.config.io.fields import show
 from drawbar.config.io.load_config import load_config
 from drawbar.config.io.source import config_of_run, read_file
+from drawbar.config.schema.guest_section import guest_sections
 from drawbar.config.schema.run_config import RunConfig, TrainSection
 from drawbar.config.schema.task_sections import COLUMNS_BY_SHAPE, names_no_column
 from drawbar.errors import UserError
@@ -20,7 +21,7 @@ MAY_CHANGE: dict[str, str] = {
     "callbacks": "what is done beside the run, not the run",
     "device": "the same run on other hardware",
     "parallel": "every strategy computes the same update up to rounding; reduce_dtype and fp8 round differently",
-    "deepspeed": "DeepSpeed computes the same update",
+    **dict.fromkeys(guest_sections(), "how or where it is computed, not what"),
     "train.micro_batch": "the update does not depend on how a global batch is cut",
     "checkpoint": "when the state is saved, not what it is",
     "train.micro_batch_tokens": "the update does not depend on how a global batch is cut",

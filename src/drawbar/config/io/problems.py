@@ -10,8 +10,10 @@ from pydantic import BaseModel, ValidationError
 
 from drawbar.config.io.fields import REQUIRED, Setting, catalogue, children, show, suggestions
 from drawbar.config.io.source import Origin, Settings, ancestors
+from drawbar.config.schema.guest_section import SECTIONS_GROUP
 from drawbar.config.schema.task_sections import BUILT_IN_TASKS
 from drawbar.errors import nearest
+from drawbar.util.entry_points import left_out_folders
 
 
 def report_errors(error: ValidationError, model: type[BaseModel], settings: Settings) -> None:
@@ -88,6 +90,8 @@ def _reason(key: str, errors: list[Any], known: dict[str, Setting]) -> str:
 
 
 def _unknown_key(key: str, known: dict[str, Setting]) -> str:
+    if key in (left_out := left_out_folders(SECTIONS_GROUP)):
+        return f"unknown key: drawbar was installed without its folder {left_out[key]}, which brings this section"
     meant = suggestions(known, key)
     owners = _tasks_with(key)
     if owners:

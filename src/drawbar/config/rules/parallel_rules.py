@@ -1,6 +1,5 @@
 """The part of the table of rules that is about strategies: what they combine with, and what has no effect."""
 
-from drawbar.config.deepspeed.zero_settings import is_deepspeed
 from drawbar.config.rules.rule import Rule
 from drawbar.config.schema.run_config import ParallelSection, RunConfig
 from drawbar.config.schema.task_sections import BUILT_IN_TASKS
@@ -66,8 +65,8 @@ def _needs_whole_models(strategy: Strategy) -> bool:
 
 
 def _heeds_reduce_dtype(config: RunConfig) -> bool:
-    strategy = config.parallel.features
-    if strategy.one_process or is_deepspeed(config):
+    strategy = config.strategy
+    if strategy.one_process or strategy.has_engine:
         return False
     return strategy.shards_parameters or config.parallel.model_ranks == 1
 
@@ -110,14 +109,14 @@ DATA_PARALLEL = (
     Rule(
         "offload",
         ("parallel.strategy", "parallel.offload"),
-        lambda c: c.parallel.offload and not c.parallel.features.offloads and not is_deepspeed(c),
+        lambda c: c.parallel.offload and not c.strategy.offloads,
         "only fsdp and deepspeed can keep parameters in host memory",
         "set parallel.strategy=fsdp, or remove parallel.offload",
     ),
     Rule(
         "zero_stage",
         ("parallel.strategy", "parallel.zero_stage"),
-        lambda c: c.parallel.zero_stage is not None and not is_deepspeed(c),
+        lambda c: c.parallel.zero_stage is not None and not c.strategy.zero_stages,
         "ZeRO stages are deepspeed's",
         "remove parallel.zero_stage; fsdp is stage 3, with reshard=false stage 2, and zero1 is stage 1",
     ),
@@ -330,7 +329,7 @@ FP8_TRAINING = (
     Rule(
         "fp8 with other strategies",
         ("parallel.fp8", "parallel.strategy"),
-        lambda c: c.parallel.fp8 is not None and (c.parallel.features.many_devices or is_deepspeed(c)),
+        lambda c: c.parallel.fp8 is not None and (c.strategy.many_devices or c.strategy.has_engine),
         "DeepSpeed's and nn.DataParallel's copies of a model have not been tried with torchao's layers",
         "set parallel.strategy=fsdp, zero1 or ddp, or parallel.fp8=null",
     ),

@@ -6,16 +6,17 @@ A rule refuses what cannot work, and settings that would have no effect, as thes
 import math
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from itertools import chain
 from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from drawbar.config.deepspeed.deepspeed_rules import DEEPSPEED
 from drawbar.config.io.fields import lookup, show
 from drawbar.config.io.load_config import LoadedConfig
 from drawbar.config.rules.parallel_rules import FLEX_TRAINING, FP8_TRAINING, PADDING_FREE, PARALLEL
 from drawbar.config.rules.rule import Rule, one_error
 from drawbar.config.schema.data_section import Sources, SourceSection
+from drawbar.config.schema.guest_section import from_guests
 from drawbar.config.schema.run_config import OptimSection, RunConfig
 from drawbar.errors import UserError
 
@@ -35,7 +36,6 @@ _EXTRAS = (
     _Extra("lora", "peft", "lora", lambda config: config.lora is not None),
     _Extra("fp8", "torchao", "parallel.fp8", lambda config: config.parallel.fp8 is not None),
     _Extra("liger", "liger_kernel", "task.cross_entropy", lambda config: _cross_entropy(config) == "liger"),
-    _Extra("deepspeed", "deepspeed", "parallel.strategy", lambda config: config.parallel.strategy == "deepspeed"),
     _Extra("object-store", "s3fs", "checkpoint.remote", lambda config: (config.checkpoint.remote or "")[:5] == "s3://"),
     *map(_tracker, ("wandb", "mlflow", "trackio")),
 )
@@ -46,18 +46,16 @@ def _cross_entropy(config: RunConfig) -> str | None:
 
 
 def _rule(extra: _Extra) -> Rule:
-    # DeepSpeed's build asks torch, which must be there
-    how = "DS_BUILD_OPS=0 pip install --no-build-isolation" if extra.name == "deepspeed" else "pip install"
     return Rule(
         name=f"{extra.setting} without {extra.package}",
         keys=(extra.setting,),
         broken=lambda config: extra.is_used(config) and find_spec(extra.package) is None,
         reason=f"it needs the package {extra.package}, which is not installed",
-        remedy=f"{how} 'drawbar[{extra.name}]', or leave {extra.setting} out",
+        remedy=f"pip install 'drawbar[{extra.name}]', or leave {extra.setting} out",
     )
 
 
-PACKAGE_RULES = tuple(map(_rule, _EXTRAS))
+PACKAGE_RULES: tuple[Rule, ...] = (*map(_rule, _EXTRAS), *chain(*from_guests("package_rules")))
 """For this machine: another one, to which a job is submitted, may have other packages."""
 
 
@@ -263,7 +261,7 @@ OPTIMIZATION = (
     ),
 )
 
-RULES: tuple[Rule, ...] = PARALLEL + DEEPSPEED + ADAPTERS
+RULES: tuple[Rule, ...] = (*PARALLEL, *chain(*from_guests("rules")), *ADAPTERS)
 """The rules that hold for a run whatever is done with it, and not for its training alone."""
 
 TRAIN_RULES: tuple[Rule, ...] = (
@@ -356,9 +354,20 @@ def check_world(config: RunConfig, world_size: int) -> None:
         )
 
 
+def check_guests(loaded: LoadedConfig, ranks: int) -> None:
+    """Let the guests whose sections a run may have refuse it, as far as they can before its ranks are there.
+
+    Raises:
+        UserError: a guest refuses it.
+    """
+    for check in from_guests("check_start"):
+        check(loaded, ranks)
+
+
 def resolve_micro_batch(config: RunConfig, data_ranks: int) -> int:
     """Rows in one forward and backward on one process, as one number: it is needed where samples have no tokens, and
-    for DeepSpeed's JSON. (Samples with tokens are cut by tokens with ``auto``: ``train.batches.train_micro_batch``.)
+    by engines that ask for a number. (Samples with tokens are cut by tokens with ``auto``:
+    ``train.batches.train_micro_batch``.)
 
     ``auto`` is here the largest divisor of the process's share of the global batch that keeps a micro-batch at
     ``MICRO_BATCH_TOKENS`` tokens (rows × ``data.sequence_length``) or less, and at least one row.

@@ -7,14 +7,14 @@ generated from it. The models are strict (no silent conversions), closed (an unk
 import json
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny, ValidationError, create_model, field_validator
 from pydantic_core import PydanticCustomError, PydanticSerializationError
 
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.data_section import DataSection
-from drawbar.config.schema.deepspeed_section import DeepSpeedSection
+from drawbar.config.schema.guest_section import GuestSection, guest_sections
 from drawbar.config.schema.section import (
     Auto,
     Count,
@@ -28,7 +28,7 @@ from drawbar.config.schema.section import (
     text_of,
 )
 from drawbar.config.schema.task_sections import BUILT_IN_TASKS, CausalLMConfig, TaskConfig
-from drawbar.config.strategies import BUILT_IN, STRATEGIES, Strategy, find_strategy
+from drawbar.config.strategies import AUTO, STRATEGIES, Strategy, find_strategy
 from drawbar.errors import UserError
 
 
@@ -178,8 +178,8 @@ def _known_strategy(name: str) -> str:
 
 
 _STRATEGY_WORDS = [
-    {"enum": ["auto", *(one.name for one in BUILT_IN)]},
-    {"type": "string", "$comment": "the form package.module:name"},  # or an installed package's, which is any word
+    {"enum": [AUTO, *STRATEGIES.names()]},
+    {"type": "string", "$comment": "the form package.module:name"},  # or a package's that will be installed
 ]
 StrategyName = Annotated[str, AfterValidator(_known_strategy), Field(json_schema_extra={"anyOf": _STRATEGY_WORDS})]
 """A registered strategy, or ``package.module:name``."""
@@ -308,6 +308,33 @@ class LaunchSection(Section):
     answer are named, and the run ends."""
 
 
+C = TypeVar("C", bound=BaseModel)
+
+
+def _with_fields(config: type[C], **fields: Any) -> type[C]:
+    """A class of configurations with these fields besides, or in the place of its own."""
+    # a class made here has no source, and pydantic would search every loaded module for its docstrings
+    switched_off: Any = {"use_attribute_docstrings": False}
+    return create_model(
+        config.__name__,
+        __base__=config,
+        __module__=config.__module__,
+        __doc__=config.__doc__,
+        __cls_kwargs__=switched_off,
+        **fields,
+    )
+
+
+def _with_sections_of_guests(config: type[C]) -> type[C]:
+    fields = {
+        name: (section | None, Field(default=None, description=section.__doc__))
+        for name, section in guest_sections().items()
+        if name not in config.model_fields
+    }
+    return _with_fields(config, **fields)
+
+
+@_with_sections_of_guests
 class RunConfig(Section):
     """A whole run. Every section can be left out; every default is written to the run's `config.yaml`."""
 
@@ -325,8 +352,6 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """What to run on. `auto`: CUDA, else Apple's MPS (one process), else the CPU."""
     parallel: ParallelSection = ParallelSection()
-    deepspeed: DeepSpeedSection | None = None
-    """Run on DeepSpeed: with `parallel.strategy: auto` this section alone, such as `{preset: zero2}`, chooses it."""
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     tracking: TrackingSection = TrackingSection()
@@ -342,6 +367,26 @@ class RunConfig(Section):
         if type(task) not in BUILT_IN_TASKS.values():
             check_stored(task)
         return task
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of ``parallel``; for ``auto``, the one that a guest's section chooses, or else a stand-in."""
+        if self.parallel.strategy != AUTO:
+            return self.parallel.features
+        return find_strategy(next(iter(self._strategies_of_sections().values()), AUTO))
+
+    def with_parallel(self, parallel: ParallelSection) -> Self:
+        """The same run with another section ``parallel``. A guest's section that a strategy reads is dropped, unless
+        the new configuration runs under that strategy, too, and has the same ``zero_stage`` and ``offload``."""
+        changed = self.model_copy(update={"parallel": parallel})
+        same = all(getattr(parallel, name) == getattr(self.parallel, name) for name in ("zero_stage", "offload"))
+        kept = changed.strategy.name if same else None
+        dropped = [name for name, strategy in self._strategies_of_sections().items() if strategy != kept]
+        return changed.model_copy(update=dict.fromkeys(dropped))
+
+    def _strategies_of_sections(self) -> dict[str, str]:
+        """Of each guest's section that is set, and that a strategy reads: that strategy."""
+        return {name: value.strategy for name, value in self if isinstance(value, GuestSection) and value.strategy}
 
     @property
     def has_process_per_gpu(self) -> bool:
@@ -363,10 +408,4 @@ class RunConfig(Section):
 @cache
 def run_config_type(task_config: type[TaskConfig]) -> type[RunConfig]:
     """``RunConfig`` whose ``task`` section is this task's own ``Config``."""
-    # a class made here has no source, and pydantic would search every loaded module for its docstrings
-    return create_model(
-        "RunConfig",
-        __base__=RunConfig,
-        __cls_kwargs__={"use_attribute_docstrings": False},
-        task=(task_config, Field(default_factory=task_config)),
-    )
+    return _with_fields(RunConfig, task=(task_config, Field(default_factory=task_config)))

@@ -12,10 +12,15 @@ from typing import Any
 
 from huggingface_hub import constants, try_to_load_from_cache
 
-from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
-from drawbar.config.deepspeed.zero_settings import is_deepspeed, zero_stage
 from drawbar.config.io.load_config import LoadedConfig
-from drawbar.config.rules.rule_table import PACKAGE_RULES, RULES, TRAIN_RULES, check_rules, check_world
+from drawbar.config.rules.rule_table import (
+    PACKAGE_RULES,
+    RULES,
+    TRAIN_RULES,
+    check_guests,
+    check_rules,
+    check_world,
+)
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.config.strategies import AUTO
 from drawbar.errors import UserError
@@ -150,7 +155,7 @@ def _run(
     for name, check in (
         ("settings", lambda: check_rules(loaded, [*RULES, *TRAIN_RULES, *PACKAGE_RULES])),
         ("processes", lambda: check_world(config, ranks)),
-        ("deepspeed", lambda: check_deepspeed(loaded, ranks)),
+        ("sections of other packages", lambda: check_guests(loaded, ranks)),
     ):
         try:
             check()
@@ -167,9 +172,7 @@ def strategy(config: RunConfig, ranks: int) -> str:
     parallel = config.parallel
     degrees = {name: getattr(parallel, name) for name in ("pipeline", "context", "tensor", "replicate")}
     composed = "".join(f" × {name} {degree}" for name, degree in degrees.items() if degree > 1)
-    if is_deepspeed(config):
-        return f"deepspeed, ZeRO stage {zero_stage(config)}{composed}"
-    if parallel.strategy != AUTO:
-        return f"{parallel.strategy}{composed}"
+    if config.strategy.name != AUTO:
+        return f"{config.strategy.name}{composed}"
     rest = "" if ranks == 1 else ", or fsdp where the model's state does not fit into a rank's memory"
     return f"{'single' if ranks == 1 else 'ddp'}{composed}{rest} (auto)"

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drawbar.deepspeed.state import import_deepspeed
 from drawbar.errors import UserError
-from drawbar.parallel.deepspeed.deepspeed_state import import_deepspeed
 from drawbar.runtime.safetensors_reader import OnDemandTensor, OnDemandTensors, StoredTensors
 
 WEIGHT = "fp32"

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drawbar.deepspeed.rules import INSTALL
 from drawbar.errors import UserError
 from drawbar.parallel.local_boxes import flat_boxes
 from drawbar.runtime.safetensors_reader import dtype_of, read_slice, shape_of
 
-INSTALL = "DS_BUILD_OPS=0 pip install --no-build-isolation 'drawbar[deepspeed]'"
 STEP = "step"
 """The one entry of an optimizer's state that is no tensor of its parameter's shape: a counter."""
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drawbar.config.parallel_dims import ParallelDims
+from drawbar.deepspeed.state import is_tp_shard
 from drawbar.errors import UserError
-from drawbar.parallel.deepspeed.deepspeed_state import is_tp_shard
 from drawbar.parallel.model_plan import ModelParallelPlan, Style
 from drawbar.parallel.pipeline.schedule import Inputs, Loss
 from drawbar.parallel.precision import autocast

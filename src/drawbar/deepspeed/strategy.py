@@ -14,12 +14,26 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drawbar.config.deepspeed.deepspeed_json import deepspeed_json
-from drawbar.config.deepspeed.zero_settings import zero_stage
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import RunConfig
+from drawbar.deepspeed.config_json import deepspeed_json
+from drawbar.deepspeed.parts import DeepSpeedState, DeepSpeedUpdater
+from drawbar.deepspeed.settings import zero_stage
+from drawbar.deepspeed.stages import (
+    DeepSpeedPipeline,
+    Stage,
+    cast_received,
+    check_layers,
+    pipeline_module,
+    shard_layers,
+)
+from drawbar.deepspeed.state import (
+    MasterState,
+    import_deepspeed,
+    initialize_deepspeed,
+    is_tp_shard,
+)
 from drawbar.distributed.process_group import Distributed
-from drawbar.engines.deepspeed_parts import DeepSpeedState, DeepSpeedUpdater
 from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainingForward, task_loss
 from drawbar.engines.local_model import (
     EmptyStages,
@@ -39,20 +53,6 @@ from drawbar.errors import UserError
 from drawbar.models.plans import plan_for
 from drawbar.optim.optimizers import build_optimizers
 from drawbar.parallel.apply import parallelize
-from drawbar.parallel.deepspeed.deepspeed_stages import (
-    DeepSpeedPipeline,
-    Stage,
-    cast_received,
-    check_layers,
-    pipeline_module,
-    shard_layers,
-)
-from drawbar.parallel.deepspeed.deepspeed_state import (
-    MasterState,
-    import_deepspeed,
-    initialize_deepspeed,
-    is_tp_shard,
-)
 from drawbar.parallel.fsdp import check_shardable
 from drawbar.parallel.synced_generate import synchronize_generate
 from drawbar.parallel.weights import expanded_empty, materialize, named_tensors, tensors_from_rank0

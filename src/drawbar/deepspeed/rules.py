@@ -1,8 +1,13 @@
-"""The part of the table of rules that is about DeepSpeed: what it can't do, and the native strategy that can."""
+"""The rules about DeepSpeed: what it can't do, and the native strategy that can."""
 
-from drawbar.config.deepspeed.zero_settings import (
+from importlib.util import find_spec
+
+from drawbar.config.rules.rule import Rule
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.deepspeed.settings import (
     HOST,
     NOWHERE,
+    DeepSpeedSection,
     is_deepspeed,
     offload_optimizer,
     offload_parameters,
@@ -10,13 +15,10 @@ from drawbar.config.deepspeed.zero_settings import (
     stage_of,
     zero_stage,
 )
-from drawbar.config.rules.rule import Rule
-from drawbar.config.schema.deepspeed_section import DeepSpeedSection
-from drawbar.config.schema.run_config import RunConfig
 
 
-def _section(config: RunConfig) -> DeepSpeedSection:
-    return config.deepspeed or DeepSpeedSection()
+def _preset(config: RunConfig) -> str | None:
+    return DeepSpeedSection.of(config).preset
 
 
 def _stage(config: RunConfig) -> int:
@@ -33,35 +35,35 @@ SETTINGS = (
     Rule(
         "settings of deepspeed",
         ("parallel.strategy", "deepspeed"),
-        lambda c: c.deepspeed is not None and not is_deepspeed(c),
+        lambda c: DeepSpeedSection.find(c) is not None and not is_deepspeed(c),
         "only the strategy deepspeed reads the section deepspeed",
         "set parallel.strategy=deepspeed, or deepspeed=null",
     ),
     Rule(
         "preset and stage",
         ("deepspeed.preset", "parallel.zero_stage"),
-        lambda c: (preset := _section(c).preset) is not None and c.parallel.zero_stage not in (None, stage_of(preset)),
+        lambda c: (preset := _preset(c)) is not None and c.parallel.zero_stage not in (None, stage_of(preset)),
         "they name two ZeRO stages",
         "remove parallel.zero_stage, or choose the preset of that stage",
     ),
     Rule(
         "preset and offload",
         ("deepspeed.preset", "parallel.offload"),
-        lambda c: (preset := _section(c).preset) is not None and c.parallel.offload and not preset.endswith("_offload"),
+        lambda c: (preset := _preset(c)) is not None and c.parallel.offload and not preset.endswith("_offload"),
         "the preset is one that keeps everything on the device",
         "remove parallel.offload, or set deepspeed.preset=zero2_offload or zero3_offload",
     ),
     Rule(
         "offload and none",
         ("deepspeed.preset", "parallel.offload", "deepspeed.offload_optimizer"),
-        lambda c: is_deepspeed(c) and offloads(c) and _section(c).offload_optimizer == NOWHERE,
+        lambda c: is_deepspeed(c) and offloads(c) and DeepSpeedSection.of(c).offload_optimizer == NOWHERE,
         "one says to offload the optimizer, and the other not to",
         "remove deepspeed.offload_optimizer; to offload parameters alone set deepspeed.offload_parameters=cpu instead",
     ),
     Rule(
         "offloaded parameters below stage 3",
         ("parallel.zero_stage", "deepspeed.offload_parameters"),
-        lambda c: 0 <= _stage(c) < 3 and _section(c).offload_parameters not in (None, NOWHERE),
+        lambda c: 0 <= _stage(c) < 3 and DeepSpeedSection.of(c).offload_parameters not in (None, NOWHERE),
         "only ZeRO stage 3 can keep parameters in host memory or on a disk",
         "set parallel.zero_stage=3, or remove deepspeed.offload_parameters",
     ),
@@ -175,4 +177,16 @@ LIMITS = (
     ),
 )
 
-DEEPSPEED: tuple[Rule, ...] = SETTINGS + LIMITS
+RULES: tuple[Rule, ...] = SETTINGS + LIMITS
+
+INSTALL = "DS_BUILD_OPS=0 pip install --no-build-isolation 'drawbar[deepspeed]'"
+"""Its build asks torch, which must be there."""
+PACKAGE_RULES = (
+    Rule(
+        "deepspeed without its package",
+        ("parallel.strategy", "deepspeed"),
+        lambda c: is_deepspeed(c) and find_spec("deepspeed") is None,
+        "it needs the package deepspeed, which is not installed",
+        f"{INSTALL}, or set parallel.strategy=fsdp and leave the section deepspeed out",
+    ),
+)

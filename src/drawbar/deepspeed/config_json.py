@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drawbar.config.deepspeed import zero_settings as zero
 from drawbar.config.io.fields import lookup, show
 from drawbar.config.io.load_config import LoadedConfig
 from drawbar.config.io.source import read_text
 from drawbar.config.rules.rule import one_error
 from drawbar.config.rules.rule_table import check_degrees, check_world, resolve_micro_batch
 from drawbar.config.schema.run_config import RunConfig
+from drawbar.deepspeed import settings as zero
 from drawbar.errors import UserError
 from drawbar.util.strict_json import read_json
 
@@ -136,7 +136,7 @@ class Expected:
     """What to do where the file has another value; by default, give the setting that value."""
 
 
-def check_deepspeed(loaded: LoadedConfig, ranks: int) -> None:
+def check_start(loaded: LoadedConfig, ranks: int) -> None:
     """Refuse a DeepSpeed run that will not start, as far as that can be seen without its processes.
 
     Raises:
@@ -161,7 +161,7 @@ def deepspeed_json(config: LoadedConfig | RunConfig, ranks: int, precision: str)
     """
     loaded = config if isinstance(config, LoadedConfig) else LoadedConfig(config, {}, None)
     config = loaded.config
-    path = config.deepspeed.config if config.deepspeed is not None else None
+    path = zero.DeepSpeedSection.of(config).config
     theirs = _read(path) if path is not None else {}
     run = _of_run(config, ranks, precision)
     expected = _expected(config, run, precision)

@@ -8,12 +8,7 @@ import torch
 from torch import nn
 
 from drawbar.config.schema.run_config import RunConfig
-from drawbar.distributed.process_group import Distributed
-from drawbar.engines.local_model import LocalModel
-from drawbar.engines.parts import Update
-from drawbar.models.lora import saved_tensors
-from drawbar.optim.schedules import set_learning_rate
-from drawbar.parallel.deepspeed.deepspeed_state import (
+from drawbar.deepspeed.state import (
     STEP,
     MasterState,
     full_shape,
@@ -22,6 +17,11 @@ from drawbar.parallel.deepspeed.deepspeed_state import (
     tp_gather,
     tp_shard,
 )
+from drawbar.distributed.process_group import Distributed
+from drawbar.engines.local_model import LocalModel
+from drawbar.engines.parts import Update
+from drawbar.models.lora import saved_tensors
+from drawbar.optim.schedules import set_learning_rate
 from drawbar.parallel.local_boxes import LocalBox, flat_boxes, whole_box
 from drawbar.runtime.host_copies import host_copies, tied_names, unique_names
 
