@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pages import blocks
 
-from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import LaunchSection, RunConfig
+from drawbar.jobs.settings import ClusterSection
 from drawbar.launch.bad_nodes import FILE, bad_nodes, record_bad_nodes
 
 PAGE = Path(__file__).parents[2] / "docs" / "preflight.md"

@@ -65,13 +65,15 @@ def test_the_core_does_without(left_out: set[str], tmp_path: Path) -> None:
         for name in commands_of(guest):
             assert (f"\n  {name} " in commands) == (guest not in left_out)
     assert ("--deepspeed" in run("config", "show", "--help")) == ("deepspeed" not in left_out)
+    settings = run("config", "show", "config.yaml")
+    assert ("cluster:" in settings) == ("jobs" not in left_out)
     if "deepspeed" not in left_out:
-        assert "deepspeed:" in run("config", "show", "config.yaml")
+        assert "deepspeed:" in settings
         if left_out == {"jobs"}:
             run("train", "config.yaml", "train.steps=4", "launch.nproc=2")
             run("report", "runs/tiny")
         return
-    assert "deepspeed" not in run("config", "show", "config.yaml")
+    assert "deepspeed" not in settings
     assert "parallel.strategy" in run("config", "explain", "parallel.strategy")
     said = run("train", "config.yaml", "parallel.strategy=deepspeed", code=2)
     assert "expected auto | single | dp | ddp | zero1 | fsdp | text" in said

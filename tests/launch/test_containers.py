@@ -12,10 +12,10 @@ from test_render import HOSTILE, JOB
 
 from apptainer_stand_in import calls, install, make_image
 from drawbar.config.io.load_config import load_config
-from drawbar.config.schema.cluster_section import INVALID_IN_BIND, ClusterSection, choose_runtime
 from drawbar.errors import UserError
 from drawbar.jobs.job_container import VARIABLES, Container, check_image, make_container
 from drawbar.jobs.job_files import config_file
+from drawbar.jobs.settings import INVALID_IN_BIND, ClusterSection, choose_runtime
 from drawbar.jobs.slurm.batch_script import render
 from harness import run_cli
 from messages import check_one_message

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import LaunchSection, RunConfig
 from drawbar.errors import UserError
 from drawbar.jobs.commands.cancel import describe_cancelled
 from drawbar.jobs.commands.logs import Output
 from drawbar.jobs.commands.resume import resumable_jobs
 from drawbar.jobs.records import JobEnd, JobRecord, JobStatus, append_records, find, read, run_file, user_file
+from drawbar.jobs.settings import ClusterSection
 from drawbar.jobs.slurm import allocation
 from drawbar.jobs.slurm.allocation import Allocation
 from drawbar.jobs.slurm.queue import COLUMNS, QueueEntry, expand, parse

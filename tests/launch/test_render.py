@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from drawbar.config.io.load_config import load_config
-from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.errors import UserError
 from drawbar.jobs.job import Job
 from drawbar.jobs.job_container import VARIABLES, make_container
 from drawbar.jobs.job_files import config_file
+from drawbar.jobs.settings import ClusterSection
 from drawbar.jobs.slurm.batch_script import render
 
 GOLDEN = Path(__file__).parent / "golden"

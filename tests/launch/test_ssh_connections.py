@@ -23,8 +23,8 @@ LAUNCHER = """\
 import os, sys
 from dataclasses import replace
 from pathlib import Path
-from drawbar.config.schema.cluster_section import ClusterSection
-from drawbar.config.io.hosts_file import parse_hosts
+from drawbar.jobs.settings import ClusterSection
+from drawbar.jobs.hosts_file import parse_hosts
 from drawbar.errors import UserError
 from drawbar.jobs.ssh.supervisor import supervise
 from drawbar.jobs.job import Job

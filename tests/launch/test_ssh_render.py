@@ -11,12 +11,12 @@ from test_render import GOLDEN, HOSTILE
 
 import drawbar
 from apptainer_stand_in import calls, install, make_image
-from drawbar.config.io.hosts_file import Host, parse_hosts
 from drawbar.config.io.load_config import load_config
-from drawbar.config.schema.cluster_section import FORWARDED, ClusterSection
 from drawbar.errors import UserError
+from drawbar.jobs.hosts_file import Host, parse_hosts
 from drawbar.jobs.job import Job
 from drawbar.jobs.node.ssh_host import address_for
+from drawbar.jobs.settings import FORWARDED, ClusterSection
 from drawbar.jobs.ssh.protocol import ANSWER, HostJob, host_message, submitter_message
 from drawbar.jobs.ssh.ssh_command import describe, forwarded, remote_starts
 from drawbar.jobs.ssh.ssh_launcher import SshLauncher

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drawbar.config.io.load_config import dump_yaml
-from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.jobs.job_container import PYTHON, VARIABLES, Container, make_container
+from drawbar.jobs.settings import ClusterSection
 from drawbar.util.run_dir import LAUNCH_FOLDER
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from drawbar.config.schema.cluster_section import INVALID_IN_BIND, ClusterSection, Runtime, choose_runtime, is_file
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
+from drawbar.jobs.settings import INVALID_IN_BIND, ClusterSection, Runtime, choose_runtime, is_file
 
 PYTHON = "python3"
 """What the interpreter of an image is called, unless the user says otherwise."""

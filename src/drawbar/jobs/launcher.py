@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.jobs.job import Job, make_job
 from drawbar.jobs.records import JobRecord, JobStatus
+from drawbar.jobs.settings import ClusterSection
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Launcher(ABC):
         Raises:
             UserError: the section asks for what the launcher cannot give.
         """
-        return ResolvedCluster(config.cluster or ClusterSection())
+        return ResolvedCluster(ClusterSection.of(config))
 
     def make_job(self, config: RunConfig, cluster: ClusterSection, program: str | None) -> Job:
         """``drawbar train`` as this launcher runs it; see :func:`drawbar.jobs.job.make_job`."""

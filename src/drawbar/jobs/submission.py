@@ -13,7 +13,6 @@ from drawbar.cli.arguments import check_training, load
 from drawbar.config.io.compare import check_same
 from drawbar.config.io.load_config import LoadedConfig
 from drawbar.config.rules.rule_table import check_guests, check_world
-from drawbar.config.schema.cluster_section import read_profile
 from drawbar.errors import ExitCode, UserError
 from drawbar.jobs.code_snapshot import copy_code, is_tracked
 from drawbar.jobs.job import Job
@@ -21,6 +20,7 @@ from drawbar.jobs.launcher import Launcher
 from drawbar.jobs.launchers import ask_status, get_launcher
 from drawbar.jobs.preflight import check_before_queue, check_memory
 from drawbar.jobs.records import JobRecord, append_records, read, run_file
+from drawbar.jobs.settings import read_profile
 from drawbar.jobs.submit_rules import SUBMIT_RULES
 from drawbar.jobs.sweep import name_runs
 from drawbar.util.run_dir import plan_file

@@ -2,12 +2,10 @@
 ``device=cpu``."""
 
 from drawbar.config.rules.rule import Rule
-from drawbar.config.schema.cluster_section import ClusterSection, choose_runtime, lost_variables
 from drawbar.config.schema.run_config import RunConfig
+from drawbar.jobs.settings import ClusterSection, choose_runtime, lost_variables
 
-
-def _cluster(config: RunConfig) -> ClusterSection:
-    return config.cluster or ClusterSection()
+_cluster = ClusterSection.of
 
 
 def _too_many_processes(config: RunConfig) -> bool:

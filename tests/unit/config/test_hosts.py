@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.config.io.hosts_file import Host, parse_hosts, read_hostfile
 from drawbar.config.io.load_config import load_config
 from drawbar.errors import UserError
 from drawbar.jobs.commands.submit import host_settings
+from drawbar.jobs.hosts_file import Host, parse_hosts, read_hostfile
 from drawbar.jobs.ssh.ssh_launcher import SshLauncher, count_processes
 
 BAD_NAMES = [

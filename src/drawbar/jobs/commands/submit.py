@@ -121,7 +121,7 @@ def _check_options(
 
 def host_settings(hosts: str | None, hostfile: str | None) -> tuple[str, ...]:
     """``cluster.hosts`` as the command line or a file has it. Raises UserError where it cannot be read."""
-    from drawbar.config.io.hosts_file import parse_hosts, read_hostfile
+    from drawbar.jobs.hosts_file import parse_hosts, read_hostfile
 
     if hosts is None and hostfile is None:
         return ()

@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
+from drawbar.jobs.settings import ClusterSection
 from drawbar.jobs.slurm.partitions import count_gpus, slurm_output
 
 OWN_JOB = "DRAWBAR_JOB"
@@ -56,7 +56,7 @@ class Allocation:
         Raises:
             UserError: it asks for more nodes than there are, or the nodes have different numbers of GPUs.
         """
-        cluster = config.cluster or ClusterSection()
+        cluster = ClusterSection.of(config)
         if is_given and cluster.nodes > self.nodes:
             raise UserError(
                 f"the run asks for {cluster.nodes} nodes, but the allocation {self.job} has {self.nodes}",

@@ -10,11 +10,11 @@ import signal
 from pathlib import Path
 
 from drawbar.config.io.user_code import SNAPSHOT
-from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.distributed.interrupt import SIGNAL_SECONDS
 from drawbar.errors import ExitCode, UserError
 from drawbar.jobs.job import Job
 from drawbar.jobs.job_files import CONFIG
+from drawbar.jobs.settings import ClusterSection
 from drawbar.jobs.slurm.allocation import OWN_JOB
 from drawbar.jobs.slurm.bad_node_requeue import EXCLUDE, GAVE_UP, ONLY_IF_LOST, REQUEUED
 

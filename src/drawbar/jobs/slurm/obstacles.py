@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from drawbar.config.schema.cluster_section import ClusterSection
-from drawbar.config.schema.slurm_time import write_time
 from drawbar.errors import UserError, nearest
 from drawbar.jobs.job import Job
+from drawbar.jobs.settings import ClusterSection
 from drawbar.jobs.slurm.partitions import (
     Partition,
     SlurmNode,
@@ -13,6 +12,7 @@ from drawbar.jobs.slurm.partitions import (
     read_nodes,
     read_partitions,
 )
+from drawbar.jobs.slurm_time import write_time
 from drawbar.launch.findings import Finding, problem
 
 _OVERRULING = {"qos", "reservation"}

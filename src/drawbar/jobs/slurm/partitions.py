@@ -4,7 +4,7 @@ import re
 import subprocess
 from dataclasses import dataclass
 
-from drawbar.config.schema.slurm_time import parse_time
+from drawbar.jobs.slurm_time import parse_time
 
 _PATIENCE = 20
 """Seconds. If Slurm's controller is down, Slurm's own commands wait for minutes."""

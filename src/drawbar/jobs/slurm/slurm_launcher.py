@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import ExitCode, UserError
 from drawbar.jobs.job import Job, processes_per_node
@@ -29,6 +28,7 @@ from drawbar.jobs.records import (
     status_from_files,
     wait_for_ends,
 )
+from drawbar.jobs.settings import ClusterSection
 from drawbar.jobs.slurm.allocation import Allocation
 from drawbar.jobs.slurm.batch_script import log_path, render
 from drawbar.jobs.slurm.obstacles import check_slurm, fitting_nodes
@@ -221,7 +221,7 @@ class SlurmLauncher(Launcher):
         if self._allocation is not None:
             cluster = self._allocation.fit(config, is_set("cluster.nodes"))
             return ResolvedCluster(cluster, tuple(few_cpus(cluster, processes_per_node(config, cluster))))
-        cluster = config.cluster or ClusterSection()
+        cluster = ClusterSection.of(config)
         if again and not (is_set("cluster.options") or is_set("cluster.options.dependency")):
             cluster = _without_dependency(cluster)
         cluster, notes = with_cpus(cluster, processes_per_node(config, cluster))

@@ -11,10 +11,10 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from drawbar.config.io.hosts_file import Host
-from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.errors import ExitCode, UserError
+from drawbar.jobs.hosts_file import Host
 from drawbar.jobs.job import Job
+from drawbar.jobs.settings import ClusterSection
 from drawbar.jobs.ssh.protocol import HostJob, host_message
 
 _OPTIONS = {

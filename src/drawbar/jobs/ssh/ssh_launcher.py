@@ -16,10 +16,9 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from drawbar.config.io.hosts_file import Host, parse_host
-from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import ExitCode, UserError
+from drawbar.jobs.hosts_file import Host, parse_host
 from drawbar.jobs.job import Job, make_job
 from drawbar.jobs.job_files import end_file
 from drawbar.jobs.launcher import Launcher, Submitted
@@ -35,6 +34,7 @@ from drawbar.jobs.records import (
     status_from_files,
     wait_for_ends,
 )
+from drawbar.jobs.settings import ClusterSection
 from drawbar.jobs.ssh.host_output import HostOutput
 from drawbar.jobs.ssh.protocol import ANSWER
 from drawbar.jobs.ssh.ssh_command import (
@@ -156,7 +156,7 @@ class SshLauncher(Launcher):
 
     def settings(self, config: RunConfig, program: str | None) -> tuple[str, ...]:
         """The hosts, and how many processes each of them gets."""
-        known = config.cluster.hosts if config.cluster else []
+        known = ClusterSection.of(config).hosts
         if not known:
             raise UserError(
                 "no hosts to run on",
@@ -174,7 +174,7 @@ class SshLauncher(Launcher):
         Raises:
             UserError: a host without given slots does not report its number of GPUs.
         """
-        cluster = config.cluster or ClusterSection()
+        cluster = ClusterSection.of(config)
         unknown = [host for host in hosts if host.slots is None]
         if not unknown or cluster.gpu_count is not None or not config.has_process_per_gpu:
             return hosts
@@ -301,7 +301,7 @@ def count_processes(config: RunConfig, hosts: Sequence[Host]) -> int:
         UserError: with ``launch.nproc: auto`` hosts differ in slots; with a number, one has fewer slots than that.
     """
     wanted = config.launch.nproc
-    gpus = config.cluster.gpu_count if config.cluster else None
+    gpus = ClusterSection.of(config).gpu_count
     default = gpus or 1 if wanted == "auto" else wanted
     slots = {host.slots or default: host for host in hosts}
     fewest = min(slots)

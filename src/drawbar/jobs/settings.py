@@ -12,11 +12,12 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from drawbar.config.io.hosts_file import check_hosts, parse_host
 from drawbar.config.io.source import Origin, Settings, read_file
-from drawbar.config.schema.section import SECRET, Count, PathText, Section, Text, expand_path, text_of
-from drawbar.config.schema.slurm_time import check_time, parse_time
+from drawbar.config.schema.guest_section import GuestSection
+from drawbar.config.schema.section import SECRET, Count, PathText, Text, expand_path, text_of
 from drawbar.errors import UserError, nearest
+from drawbar.jobs.hosts_file import check_hosts, parse_host
+from drawbar.jobs.slurm_time import check_time, parse_time
 from drawbar.util.byte_sizes import parse_size
 
 Runtime = Literal["apptainer", "singularity", "pyxis"]
@@ -163,8 +164,8 @@ def _lines(values: list[str]) -> list[str]:
     return values
 
 
-class ClusterSection(Section):
-    """Where `drawbar submit` runs a job; `drawbar train` does not read it."""
+class ClusterSection(GuestSection):
+    """Where `drawbar submit` runs the job; `drawbar train` does not read it. A `--cluster` file has the same keys."""
 
     nodes: Count = 1
     """Machines that the job runs on."""
