@@ -23,9 +23,11 @@ from drawbar.config.io.source import (
     run_folder,
 )
 from drawbar.config.io.user_modules import find_by_name
+from drawbar.config.schema.guest_section import SECTIONS_GROUP
 from drawbar.config.schema.run_config import RunConfig, run_config_type
 from drawbar.config.schema.task_sections import BUILT_IN_TASKS, TASKS, TaskConfig
 from drawbar.errors import UserError
+from drawbar.util.entry_points import left_out_folders
 
 _SPLITS = ("train", "validation", "test")
 ALTERNATIVES: tuple[tuple[str, ...], ...] = (
@@ -125,6 +127,9 @@ def read_settings(path: str | Path | None, overrides: Sequence[str] = (), profil
 
 def check_settings(settings: Settings, task: type[TaskConfig] | None = None) -> LoadedConfig:
     """The other part of ``load_config``; it imports the module of the user's that ``task.type`` names."""
+    for name in left_out_folders(SECTIONS_GROUP):
+        if settings.values.get(name, "") is None:  # the configuration of a run that was trained where they are there
+            del settings.values[name]
     # Present, so that a missing option of the task is reported under its key.
     settings.values.setdefault("task", {})
     if task is None:
