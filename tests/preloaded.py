@@ -14,7 +14,7 @@ MODULES = [
         "drawbar.commands.prepare_data",
         "drawbar.commands.export_run",
     ),
-    *("drawbar.parity.run", "drawbar.launch.node.agent", "drawbar.launch.node.node_check", "seqeval.metrics"),
+    *("drawbar.parity.run", "drawbar.launch.agent", "drawbar.launch.node_check", "seqeval.metrics"),
     *("pytest", "hypothesis", "harness"),
 ]
 DEEPSPEED = [

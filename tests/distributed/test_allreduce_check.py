@@ -13,7 +13,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.distributed.watchdog import NODE
 from drawbar.errors import UserError
-from drawbar.launch.node.allreduce_check import _judge, check_allreduce
+from drawbar.launch.allreduce_check import _judge, check_allreduce
 from drawbar.runtime.log import logger
 from harness import run_ranks
 

@@ -17,11 +17,11 @@ import torch
 
 from drawbar.distributed.watchdog import NODE
 from drawbar.errors import UserError
+from drawbar.launch import node_check
+from drawbar.launch.bad_nodes import bad_nodes
 from drawbar.launch.findings import CLOCK_SECONDS
-from drawbar.launch.node import node_check
-from drawbar.launch.node.bad_nodes import bad_nodes
-from drawbar.launch.node.node_check import NodeCheck
-from drawbar.launch.node.rendezvous import Rendezvous
+from drawbar.launch.node_check import NodeCheck
+from drawbar.launch.rendezvous import Rendezvous
 from harness import free_port, run_ranks, wait_until
 
 CASES = (
@@ -164,8 +164,8 @@ def test_a_stranger_at_the_port_is_no_hang(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         script = (
-            "from pathlib import Path; from drawbar.launch.node.rendezvous import Rendezvous\n"
-            "from drawbar.launch.node import node_check\n"
+            "from pathlib import Path; from drawbar.launch.rendezvous import Rendezvous\n"
+            "from drawbar.launch import node_check\n"
             "node_check._CONNECT_SECONDS = 1\n"
             f"rendezvous = Rendezvous('drawbar-7', '127.0.0.1:{port}', 2, 1, '127.0.0.1', ('n1', 'n2'))\n"
             f"node_check.NodeCheck('same', 'cpu', Path({str(tmp_path)!r}), seconds=1).run(rendezvous)"

@@ -9,7 +9,7 @@ from made_up import write_data
 from pages import blocks, run_commands, write_files
 
 from drawbar.cli import group
-from drawbar.launch.jobs.records import LOST, STOPPED
+from drawbar.jobs.records import LOST, STOPPED
 
 PAGE = Path(__file__).parents[2] / "docs" / "jobs.md"
 COMMANDS = [

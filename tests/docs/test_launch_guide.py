@@ -11,7 +11,7 @@ from pages import blocks, run_command, write_files
 
 from apptainer_stand_in import calls, install, make_image
 from drawbar.config.io.load_config import load_config
-from drawbar.config.schema.cluster_section import ClusterSection
+from drawbar.jobs.settings import ClusterSection
 from runs import largest_difference, losses
 from slurm_cluster import SlurmCluster
 

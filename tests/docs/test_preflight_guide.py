@@ -6,9 +6,9 @@ from pathlib import Path
 
 from pages import blocks
 
-from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import LaunchSection, RunConfig
-from drawbar.launch.node.bad_nodes import FILE, bad_nodes, record_bad_nodes
+from drawbar.jobs.settings import ClusterSection
+from drawbar.launch.bad_nodes import FILE, bad_nodes, record_bad_nodes
 
 PAGE = Path(__file__).parents[2] / "docs" / "preflight.md"
 

@@ -7,8 +7,8 @@ import pytest
 from made_up import write_data
 from pages import run_commands, write_files
 
-from drawbar.launch.jobs.run_view import STALE, SUBMITTED, UNKNOWN, RunState
 from drawbar.report import recorded_run, report_page, run_history
+from drawbar.tracking.run_view import STALE, SUBMITTED, UNKNOWN, RunState
 
 pytestmark = pytest.mark.exhaustive
 

@@ -18,6 +18,7 @@ INSTALLED = distribution("drawbar")
 GUESTS = {
     "convert": {"convert"},
     "deepspeed": {"deepspeed"},
+    "jobs": {"jobs"},
     "parity": {"parity", "plan"},
     "plan": {"plan"},
     "report": {"report", "parity", "plan"},
@@ -27,11 +28,16 @@ WITHOUT_COMMAND = {"deepspeed"}
 LEFT_OUT = [*GUESTS.values(), set(GUESTS)]
 
 
+def commands_of(guest: str) -> set[str]:
+    points = [point for point in INSTALLED.entry_points if point.group == "drawbar.commands"]
+    return {point.name for point in points if point.module.split(".")[1] == guest}
+
+
 def test_every_guest_enters_by_an_entry_point() -> None:
     points = [point for point in INSTALLED.entry_points if point.group.startswith("drawbar.")]
     assert {point.module.split(".")[1] for point in points} == set(GUESTS)
-    commands = {point.name: point.module for point in points if point.group == "drawbar.commands"}
-    assert commands == {name: f"drawbar.{name}.command" for name in GUESTS.keys() - WITHOUT_COMMAND}
+    assert {guest for guest in GUESTS if not commands_of(guest)} == WITHOUT_COMMAND
+    assert commands_of("jobs") == {"submit", "jobs", "status", "cancel", "resume", "logs", "doctor"}
     sources = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in GUESTS]
     knowing = [path for path in sources if re.search(rf"drawbar\.({'|'.join(GUESTS)})\b", path.read_text("utf-8"))]
     assert knowing == []
@@ -55,13 +61,22 @@ def test_the_core_does_without(left_out: set[str], tmp_path: Path) -> None:
         return done.stdout if code == 0 else done.stderr
 
     commands = run("--help").partition("Examples:")[0]
-    for name in GUESTS.keys() - WITHOUT_COMMAND:
-        assert (f"\n  {name} " in commands) == (name not in left_out)
+    for guest in GUESTS:
+        for name in commands_of(guest):
+            assert (f"\n  {name} " in commands) == (guest not in left_out)
     assert ("--deepspeed" in run("config", "show", "--help")) == ("deepspeed" not in left_out)
+    settings = run("config", "show", "config.yaml")
+    assert ("cluster:" in settings) == ("jobs" not in left_out)
     if "deepspeed" not in left_out:
-        assert "deepspeed:" in run("config", "show", "config.yaml")
+        assert "deepspeed:" in settings
+        if left_out == {"jobs"}:
+            shutil.copytree(PACKAGE / "jobs", copy / "jobs")
+            run("train", "config.yaml", "train.steps=4", "launch.nproc=2")
+            shutil.rmtree(copy / "jobs")  # the run goes on without it
+            run("train", "config.yaml", "train.steps=6")
+            run("report", "runs/tiny")
         return
-    assert "deepspeed" not in run("config", "show", "config.yaml")
+    assert "deepspeed" not in settings
     assert "parallel.strategy" in run("config", "explain", "parallel.strategy")
     said = run("train", "config.yaml", "parallel.strategy=deepspeed", code=2)
     assert "expected auto | single | dp | ddp | zero1 | fsdp | text" in said
@@ -69,8 +84,10 @@ def test_the_core_does_without(left_out: set[str], tmp_path: Path) -> None:
     assert "deepspeed: unknown key: drawbar was installed without its folder deepspeed" in said
     if "convert" not in left_out:
         assert "[dcp|huggingface]" in run("convert", "--help")
-    run("train", "config.yaml", "train.steps=4")
+    run("train", "config.yaml", "train.steps=4", "launch.nproc=2")
     run("train", "config.yaml", "train.steps=6")
     run("eval", "runs/tiny")
+    run("generate", "runs/tiny", "--prompt", "a")
     assert "tiny" in run("runs")
+    assert "complete at step 6/6" in run("watch", "runs/tiny")
     run("checkpoint", "verify", "runs/tiny")

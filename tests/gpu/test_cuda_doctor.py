@@ -5,10 +5,9 @@ import os
 import pytest
 import torch
 
-from drawbar.doctor.examine import ask_torch
-from drawbar.launch import findings
-from drawbar.launch.findings import Level
-from drawbar.launch.machine import look_at_gpus
+from drawbar.jobs.doctor import findings
+from drawbar.jobs.doctor.examine import ask_torch
+from drawbar.launch.findings import Level, look_at_gpus, of_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -30,6 +29,6 @@ def test_more_processes_than_gpus() -> None:
 def test_a_gpu_whose_memory_somebody_holds() -> None:
     free, total = torch.cuda.mem_get_info(0)
     held = torch.empty(min(free - 2**30, total // 5), dtype=torch.uint8, device="cuda:0")
-    found = list(findings.of_gpus(look_at_gpus(os.environ)))
+    found = list(of_gpus(look_at_gpus(os.environ)))
     assert held.numel()
     assert Level.WARNING in [finding.level for finding in found]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drawbar.cli.train import RANK_MODULES
-from drawbar.launch.node.warm_process import WarmProcess
+from drawbar.launch.warm_process import WarmProcess
 from harness import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

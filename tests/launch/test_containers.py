@@ -12,11 +12,11 @@ from test_render import HOSTILE, JOB
 
 from apptainer_stand_in import calls, install, make_image
 from drawbar.config.io.load_config import load_config
-from drawbar.config.schema.cluster_section import INVALID_IN_BIND, ClusterSection, choose_runtime
 from drawbar.errors import UserError
-from drawbar.launch.job_container import VARIABLES, Container, check_image, make_container
-from drawbar.launch.job_files import config_file
-from drawbar.launch.slurm.batch_script import render
+from drawbar.jobs.job_container import VARIABLES, Container, check_image, make_container
+from drawbar.jobs.job_files import config_file
+from drawbar.jobs.settings import INVALID_IN_BIND, ClusterSection, choose_runtime
+from drawbar.jobs.slurm.batch_script import render
 from harness import run_cli
 from messages import check_one_message
 
@@ -192,7 +192,7 @@ def test_hostile_words_arrive_in_a_container(tmp_path: Path) -> None:
         assert isinstance(command, list)
         assert set(binds) < set(options["--bind"])
         modules.append(command[2])
-    assert modules == [f"drawbar.launch.node.entry.{name}" for name in ("restart", "first_node", "each_node")]
+    assert modules == [f"drawbar.jobs.node.{name}" for name in ("restart", "first_node", "each_node")]
 
 
 def test_hostile_words_arrive_at_pyxis(tmp_path: Path) -> None:

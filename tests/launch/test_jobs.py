@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.cli.cancel import describe_cancelled
-from drawbar.cli.logs import Output
-from drawbar.cli.resume import resumable_jobs
-from drawbar.cli.submission import SubmitRequest, prepare_job
-from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import LaunchSection, RunConfig
 from drawbar.errors import UserError
-from drawbar.launch.jobs.records import JobEnd, JobRecord, JobStatus, append_records, find, read, run_file, user_file
-from drawbar.launch.jobs.run_view import read_run, write_run_status
-from drawbar.launch.slurm import allocation
-from drawbar.launch.slurm.allocation import Allocation
-from drawbar.launch.slurm.queue import COLUMNS, QueueEntry, expand, parse
-from drawbar.launch.slurm.slurm_launcher import few_cpus, judge_job
+from drawbar.jobs.commands.cancel import describe_cancelled
+from drawbar.jobs.commands.logs import Output
+from drawbar.jobs.commands.resume import resumable_jobs
+from drawbar.jobs.records import JobEnd, JobRecord, JobStatus, append_records, find, read, run_file, user_file
+from drawbar.jobs.settings import ClusterSection
+from drawbar.jobs.slurm import allocation
+from drawbar.jobs.slurm.allocation import Allocation
+from drawbar.jobs.slurm.queue import COLUMNS, QueueEntry, expand, parse
+from drawbar.jobs.slurm.slurm_launcher import few_cpus, judge_job
+from drawbar.jobs.submission import SubmitRequest, prepare_job
+from drawbar.tracking.run_view import read_run, write_run_status
 from drawbar.util.best_score import BestScore
 from drawbar.util.run_dir import LOCK_FILE
 from harness import Finished, run_cli
@@ -435,7 +435,7 @@ def test_a_sweep_in_an_allocation_is_refused(project: Path) -> None:
 
 
 def test_nothing_about_jobs_imports_torch() -> None:
-    modules = "cli.submission, drawbar.launch.jobs.records, drawbar.launch.jobs.run_view"
+    modules = "jobs.submission, drawbar.jobs.records, drawbar.tracking.run_view"
     script = f"import sys, drawbar.{modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -11,13 +11,21 @@ from pathlib import Path
 import pytest
 
 from drawbar.config.io.user_code import SNAPSHOT
-from drawbar.launch.job_files import CONFIG, MOST_RESTARTS, count_restart, newest_step
-from drawbar.launch.node.agent import report_failure
-from drawbar.launch.node.endpoint import PORTS, choose_address, choose_port
-from drawbar.launch.node.entry.first_node import main
-from drawbar.launch.node.network_interfaces import address_towards, interface_address, interfaces, is_free
-from drawbar.launch.node.rendezvous import VARIABLE, Rendezvous
-from drawbar.launch.node.route import find_route
+from drawbar.jobs.job_files import CONFIG, MOST_RESTARTS, count_restart
+from drawbar.jobs.node.first_node import main
+from drawbar.jobs.node.network import (
+    PORTS,
+    address_towards,
+    choose_address,
+    choose_port,
+    find_route,
+    interface_address,
+    interfaces,
+    is_free,
+)
+from drawbar.launch.agent import report_failure
+from drawbar.launch.rendezvous import VARIABLE, Rendezvous
+from drawbar.util.run_dir import newest_step
 
 
 def test_jobs_look_at_different_ports() -> None:
@@ -80,7 +88,7 @@ def run_node(endpoint: str, config: Path, **environ: str) -> "subprocess.Complet
              "DRAWBAR_NODES": "n1\nn2", CONFIG: base64.b64encode(b"a: 1\n").decode()}  # fmt: skip
     show = [sys.executable, "-c", f"import os; print(os.environ[{VARIABLE!r}])"]
     return subprocess.run(
-        [sys.executable, "-m", "drawbar.launch.node.entry.each_node", endpoint, str(config), *show],
+        [sys.executable, "-m", "drawbar.jobs.node.each_node", endpoint, str(config), *show],
         env={**os.environ, **slurm, **environ},
         capture_output=True,
         text=True,
@@ -121,7 +129,7 @@ def test_a_node_without_a_route(tmp_path: Path) -> None:
 def test_nothing_on_a_node_imports_torch() -> None:
     """Nor the modules of the configuration."""
     names = ("first_node", "each_node", "restart", "requeue", "ssh_host")
-    modules = ", ".join(f"drawbar.launch.node.entry.{name}" for name in names)
+    modules = ", ".join(f"drawbar.jobs.node.{name}" for name in names)
     script = f"import sys, {modules}; print({{'torch', 'pydantic'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
@@ -143,7 +151,7 @@ def test_restarts_without_a_new_checkpoint_are_counted(tmp_path: Path) -> None:
 
 
 def test_the_fourth_restart_ends(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "drawbar.launch.node.entry.restart", str(tmp_path), "7"]
+    command = [sys.executable, "-m", "drawbar.jobs.node.restart", str(tmp_path), "7"]
     done = [subprocess.run(command, capture_output=True, text=True, check=False) for _ in range(MOST_RESTARTS + 2)]
     assert [finished.returncode for finished in done] == [0] * (MOST_RESTARTS + 1) + [1]
     assert done[-1].stderr.startswith("error: job 7 was restarted 3 times without a new checkpoint; it ends here")
@@ -155,7 +163,7 @@ def test_a_report_that_is_cut_off_is_not_there(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     program = (
         "import os, resource, signal\n"
-        "from drawbar.launch.node.agent import report_failure\n"
+        "from drawbar.launch.agent import report_failure\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n"  # the kernel kills who writes more
         "resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))\n"
         "report_failure(ValueError('too long for the limit'))\n"

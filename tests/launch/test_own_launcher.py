@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 
 from drawbar.cli import group
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.launchers import get_launcher
+from drawbar.jobs.launchers import get_launcher
 from harness import wait_until
 
 PAGE = Path(__file__).parents[2] / "docs" / "jobs.md"
@@ -93,7 +93,7 @@ def test_every_command_works_with_it(at_home: Path) -> None:
 def test_what_it_cannot_do_is_refused(at_home: Path) -> None:
     with pytest.raises(UserError, match="there is no launcher 'at_hom'") as unknown:
         raise submit(at_home, "--to", "at_hom").exception or AssertionError
-    assert "did you mean at_home? There are: slurm, ssh, at_home" in str(unknown.value.remedy)
+    assert "did you mean at_home? There are: at_home, slurm, ssh" in str(unknown.value.remedy)
     for option, says in (
         (["--sweep", "optim.lr=1,2"], "does not take --sweep"),
         (["--snapshot"], "does not take --sweep, --at-once or --snapshot"),

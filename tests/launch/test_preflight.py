@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 
 from conftest import make_project
-from drawbar.cli.preflight import check_run_folder
-from drawbar.config.schema.cluster_section import ClusterSection
-from drawbar.config.schema.slurm_time import parse_time, write_time
 from drawbar.errors import UserError
-from drawbar.launch.job import Job
-from drawbar.launch.node.bad_nodes import record_bad_nodes
-from drawbar.launch.slurm.bad_node_requeue import GAVE_UP, NO_BAD_NODES, requeue
-from drawbar.launch.slurm.obstacles import find_obstacles, fitting_nodes
-from drawbar.launch.slurm.partitions import (
+from drawbar.jobs.job import Job
+from drawbar.jobs.preflight import check_run_folder
+from drawbar.jobs.settings import ClusterSection
+from drawbar.jobs.slurm.bad_node_requeue import GAVE_UP, NO_BAD_NODES, requeue
+from drawbar.jobs.slurm.obstacles import find_obstacles, fitting_nodes
+from drawbar.jobs.slurm.partitions import (
     Partition,
     SlurmNode,
     count_gpus,
@@ -25,6 +23,8 @@ from drawbar.launch.slurm.partitions import (
     read_nodes,
     read_partitions,
 )
+from drawbar.jobs.slurm_time import parse_time, write_time
+from drawbar.launch.bad_nodes import record_bad_nodes
 from harness import Finished, run_cli
 from messages import check_one_message
 from slurm_cluster import SlurmCluster

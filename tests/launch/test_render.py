@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from drawbar.config.io.load_config import load_config
-from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.errors import UserError
-from drawbar.launch.job import Job
-from drawbar.launch.job_container import VARIABLES, make_container
-from drawbar.launch.job_files import config_file
-from drawbar.launch.slurm.batch_script import render
+from drawbar.jobs.job import Job
+from drawbar.jobs.job_container import VARIABLES, make_container
+from drawbar.jobs.job_files import config_file
+from drawbar.jobs.settings import ClusterSection
+from drawbar.jobs.slurm.batch_script import render
 
 GOLDEN = Path(__file__).parent / "golden"
 JOB = Job(
@@ -185,7 +185,7 @@ def test_hostile_words_arrive_as_they_are(tmp_path: Path, tools: Path, is_sweep:
     }
     done = subprocess.run(["bash"], input=script, cwd=where, env=environ, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    # what srun got: options, python -m drawbar.launch.node.entry.each_node RENDEZVOUS CONFIG, and the command
+    # what srun got: options, python -m drawbar.jobs.node.each_node RENDEZVOUS CONFIG, and the command
     number = "7_1" if is_sweep else "7"
     config = str(config_file(job.run_dir, number))
     command = [config, str(python), config, *HOSTILE]

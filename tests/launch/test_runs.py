@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.launch.jobs.records import JobEnd, JobRecord, JobStatus, append_records
-from drawbar.launch.jobs.run_view import RunState, list_runs, read_run, write_run_status
+from drawbar.jobs.records import JobEnd, JobRecord, JobStatus, append_records
+from drawbar.jobs.run_jobs import run_job
+from drawbar.tracking.run_view import RunState, list_runs, read_run, write_run_status
 from drawbar.util.run_dir import LOCK_FILE
 from harness import run_cli
 from messages import check_one_message
@@ -102,8 +103,8 @@ def test_a_job_tells_whether_its_run_still_trains(tmp_path: Path) -> None:
     assert read_run(ended).state == "stale"
     job = submit(make_run(silent, "training", time.time() - DAY))
     assert read_run(silent).state == "stale"
-    assert read_run(silent, JobStatus(job, "RUNNING", is_active=True)).state == "training"
-    assert read_run(silent, JobStatus(job, "PENDING", is_active=True)).state == "stale"
+    assert read_run(silent, run_job(job, JobStatus(job, "RUNNING", is_active=True))).state == "training"
+    assert read_run(silent, run_job(job, JobStatus(job, "PENDING", is_active=True))).state == "stale"
 
 
 def test_the_folder_of_a_sweep_is_no_run(tmp_path: Path) -> None:

@@ -44,9 +44,9 @@ def test_an_interrupted_job_in_a_container_goes_on(
     made = calls(image)
     parts = Counter(str(call["command"][2]) for call in made)
     assert parts == {
-        "drawbar.launch.node.entry.restart": 2,
-        "drawbar.launch.node.entry.first_node": 2,
-        "drawbar.launch.node.entry.each_node": 4,
+        "drawbar.jobs.node.restart": 2,
+        "drawbar.jobs.node.first_node": 2,
+        "drawbar.jobs.node.each_node": 4,
     }
     for call in made:
         assert call["command"][0] == "python3"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from conftest import make_project
-from drawbar.config.schema.slurm_time import parse_time
+from drawbar.jobs.slurm_time import parse_time
 from harness import run_cli, wait_until
 from runs import losses, weights
 from slurm_cluster import SlurmCluster, kill_node, processes, start_node
@@ -119,12 +119,12 @@ def jobs(
                            "cluster.signal_seconds=100"),
         "hangs": Submitted(frail_slurm, folder / "hangs", ddp, short, safe, **broken, BROKEN="hangs"),
         "avoids": Submitted(frail_slurm, folder / "avoids", ddp, short, "cluster.exclude_bad_nodes=true",
-                            BROKEN_NODE="n2", BROKEN_MODULE="drawbar.launch.node.entry.each_node", BROKEN="127"),
+                            BROKEN_NODE="n2", BROKEN_MODULE="drawbar.jobs.node.each_node", BROKEN="127"),
         "requeued": Submitted(frail_slurm, folder / "requeued", *EXACT, ddp, safe),
         "lost": Submitted(frail_slurm, folder / "lost", ddp, "cluster.options={nodelist: 'n2,n3'}", "eval.every=null",
                           "task.type=paced:Paced", "train.steps=100000", "checkpoint.every=5"),
         "loops": Submitted(frail_slurm, folder / "loops", safe, nodes=1,
-                           BROKEN_NODE="*", BROKEN_MODULE="drawbar.launch.node.entry.each_node", BROKEN="75"),
+                           BROKEN_NODE="*", BROKEN_MODULE="drawbar.jobs.node.each_node", BROKEN="75"),
     }  # fmt: skip
     yield found
     for job in found.values():

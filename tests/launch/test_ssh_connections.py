@@ -23,12 +23,12 @@ LAUNCHER = """\
 import os, sys
 from dataclasses import replace
 from pathlib import Path
-from drawbar.config.schema.cluster_section import ClusterSection
-from drawbar.config.io.hosts_file import parse_hosts
+from drawbar.jobs.settings import ClusterSection
+from drawbar.jobs.hosts_file import parse_hosts
 from drawbar.errors import UserError
-from drawbar.launch.ssh.supervisor import supervise
-from drawbar.launch.job import Job
-from drawbar.launch.ssh.ssh_command import remote_starts
+from drawbar.jobs.ssh.supervisor import supervise
+from drawbar.jobs.job import Job
+from drawbar.jobs.ssh.ssh_command import remote_starts
 
 _, config, mark, patience, *words = sys.argv
 cluster = ClusterSection(ssh_config=config, environment={"MARK": mark, "PYTHONPATH": os.environ["PYTHONPATH"]})
@@ -134,7 +134,7 @@ def test_a_lost_connection_ends_all(sshd: Sshd, tmp_path: Path) -> None:
 @pytest.mark.parametrize("which", ["parent", "worker"])
 def test_what_drawbar_runs_on_a_host_is_killed(sshd: Sshd, tmp_path: Path, which: str) -> None:
     with launch(sshd, tmp_path) as launched:
-        own = {pid for pid, line in launched.left().items() if "drawbar.launch.node.entry.ssh_host" in line}
+        own = {pid for pid, line in launched.left().items() if "drawbar.jobs.node.ssh_host" in line}
         assert len(own) == 4
         parent = next(pid for pid in own if own & set(children(pid)))
         worker = next(pid for pid in children(parent) if pid in own)
@@ -178,7 +178,7 @@ def test_a_signal_before_the_command_could_listen_loses_nothing(sshd: Sshd, tmp_
 
 def test_another_version_on_a_host_is_told() -> None:
     """A job with a part that this version does not know."""
-    program = "import os; from drawbar.launch.node.entry.ssh_host import work; raise SystemExit(work(os.getppid()))"
+    program = "import os; from drawbar.jobs.node.ssh_host import work; raise SystemExit(work(os.getppid()))"
     job = {"launch_id": "x", "node": 0, "names": ["gpu1"], "argv": ["python"], "config": "", "of_tomorrow": 1}
     done = subprocess.run(
         [sys.executable, "-c", program],

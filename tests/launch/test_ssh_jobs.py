@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import drawbar
-from drawbar.cli.resume import resumable_jobs
 from drawbar.errors import UserError
-from drawbar.launch.job_files import FOLDER
-from drawbar.launch.jobs.records import LOST, RUNNING, JobEnd, JobRecord, append_records
-from drawbar.launch.ssh.ssh_launcher import UNKNOWN, SshLauncher, find_process, is_running, lock_job_file
+from drawbar.jobs.commands.resume import resumable_jobs
+from drawbar.jobs.records import LOST, RUNNING, JobEnd, JobRecord, append_records
+from drawbar.jobs.ssh.ssh_launcher import UNKNOWN, SshLauncher, find_process, is_running, lock_job_file
+from drawbar.util.run_dir import LAUNCH_FOLDER as FOLDER
 from harness import Finished, run_cli, start_cli, wait_until
 from messages import check_one_message
 from sshd import Sshd

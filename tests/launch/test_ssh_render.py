@@ -11,16 +11,16 @@ from test_render import GOLDEN, HOSTILE
 
 import drawbar
 from apptainer_stand_in import calls, install, make_image
-from drawbar.config.io.hosts_file import Host, parse_hosts
 from drawbar.config.io.load_config import load_config
-from drawbar.config.schema.cluster_section import FORWARDED, ClusterSection
 from drawbar.errors import UserError
-from drawbar.launch.job import Job
-from drawbar.launch.node.entry.ssh_host import address_for
-from drawbar.launch.ssh.protocol import ANSWER, HostJob, host_message, submitter_message
-from drawbar.launch.ssh.ssh_command import describe, forwarded, remote_starts
-from drawbar.launch.ssh.ssh_launcher import SshLauncher
-from drawbar.launch.ssh.supervisor import supervise
+from drawbar.jobs.hosts_file import Host, parse_hosts
+from drawbar.jobs.job import Job
+from drawbar.jobs.node.ssh_host import address_for
+from drawbar.jobs.settings import FORWARDED, ClusterSection
+from drawbar.jobs.ssh.protocol import ANSWER, HostJob, host_message, submitter_message
+from drawbar.jobs.ssh.ssh_command import describe, forwarded, remote_starts
+from drawbar.jobs.ssh.ssh_launcher import SshLauncher
+from drawbar.jobs.ssh.supervisor import supervise
 from harness import run_cli
 from messages import check_one_message
 from programs import need_programs
@@ -139,9 +139,7 @@ def test_a_container_on_a_host(sshd: Sshd, tmp_path: Path) -> None:
     starts = remote_starts(replace(job, argv=("python3", "-c", show)), [Host("gpu1")])
     assert supervise(starts, 60) == 0
     assert (tmp_path / "found").read_text() == image.name
-    assert [call["command"][:4] for call in calls(image)] == [
-        ["python3", "-P", "-m", "drawbar.launch.node.entry.ssh_host"]
-    ]
+    assert [call["command"][:4] for call in calls(image)] == [["python3", "-P", "-m", "drawbar.jobs.node.ssh_host"]]
     pyxis = load_config(None, ["cluster.image=registry#image"]).config
     assert pyxis.cluster is not None
     with pytest.raises(UserError, match="pyxis is a part of Slurm"):

@@ -12,8 +12,8 @@ import pytest
 from drawbar.config.io.load_config import load_config
 from drawbar.config.io.user_code import SNAPSHOT
 from drawbar.errors import UserError
-from drawbar.launch.code_snapshot import code_version, copy_code, is_tracked, snapshot_name
-from drawbar.launch.jobs.records import read, run_file
+from drawbar.jobs.code_snapshot import code_version, copy_code, is_tracked, snapshot_name
+from drawbar.jobs.records import read, run_file
 from harness import Finished, run_cli
 from messages import check_one_message
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawbar.config.io.load_config import load_config
-from drawbar.launch.sweep import combine, name_runs, split_values
+from drawbar.jobs.sweep import combine, name_runs, split_values
 from harness import run_cli
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from drawbar.cli.train import RANK_MODULES
-from drawbar.launch.node.process_tree import descendants
-from drawbar.launch.node.warm_process import ForkedRank, WarmProcess
+from drawbar.launch.process_tree import descendants
+from drawbar.launch.warm_process import ForkedRank, WarmProcess
 from harness import run_cli, run_ranks, wait_until
 from programs import need_library
 from runs import losses
@@ -219,7 +219,7 @@ def test_a_run_of_forked_ranks_is_that_of_new_ones(project: Path) -> None:
             "OMP_NUM_THREADS": "1",
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "2",
-            "program": ["-u", "-m", "drawbar.launch.node.entry.warm_ranks"],
+            "program": ["-u", "-m", "drawbar.launch.warm_ranks"],
             "parent": launcher.pid,
         }
     done = run_cli(*command, "run.name=new", cwd=project)

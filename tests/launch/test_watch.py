@@ -16,8 +16,8 @@ from pathlib import Path
 import pyte
 import pytest
 
-from drawbar.launch.jobs.records import JobEnd, JobRecord, append_records
-from drawbar.launch.jobs.run_view import RunState, write_run_status
+from drawbar.jobs.records import JobEnd, JobRecord, append_records
+from drawbar.tracking.run_view import RunState, write_run_status
 from drawbar.util.run_dir import LOCK_FILE
 from harness import Finished, run_cli, start_cli, wait_until
 from messages import check_one_message

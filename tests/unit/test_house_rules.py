@@ -12,7 +12,7 @@ SOURCE = Path(drawbar.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 OWN_MODULES = (
     *("config/rules", "config/strategies", "deepspeed"),
-    *("launch/slurm", "launch/ssh"),
+    *("jobs/slurm", "jobs/ssh"),
 )
 """Where a strategy or a launcher may be asked for by name: its own modules, and the tables of rules."""
 STRATEGY_NAMES = set(STRATEGIES.names())

@@ -12,23 +12,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from drawbar.cli.cancel import cancel
 from drawbar.cli.checkpoint import checkpoint
 from drawbar.cli.completion import completion
 from drawbar.cli.config import config
-from drawbar.cli.doctor import doctor
 from drawbar.cli.evaluate import evaluate
 from drawbar.cli.export import export
 from drawbar.cli.generate import generate
 from drawbar.cli.init import init
-from drawbar.cli.jobs import jobs
-from drawbar.cli.logs import logs
 from drawbar.cli.predict import predict
 from drawbar.cli.prepare import prepare
-from drawbar.cli.resume import resume
 from drawbar.cli.runs import runs
-from drawbar.cli.status import status
-from drawbar.cli.submit import submit
 from drawbar.cli.train import train
 from drawbar.cli.usage import explain_option
 from drawbar.cli.watch import watch
@@ -42,8 +35,7 @@ _FIRST_RANK_SECONDS = 4.0
 """Seconds that other ranks wait before they print an error; DeepSpeed's launcher ends them earlier if rank 0 failed."""
 
 
-CORE = (init, prepare, train, evaluate, predict, generate, export, runs, watch, logs, checkpoint, submit, jobs, status,
-        cancel, resume, doctor, config, completion)  # fmt: skip
+CORE = (init, prepare, train, evaluate, predict, generate, export, runs, watch, checkpoint, config, completion)
 """The commands that are always there. The others enter by entry points, as those of other packages do."""
 COMMANDS_GROUP = "drawbar.commands"
 
@@ -185,7 +177,7 @@ def _is_one_of_several() -> bool:
 def _leave_rank(code: int) -> NoReturn:
     """End a rank without shutting the interpreter down. In a shutdown, threads of a process group would abort the
     process (pytorch/pytorch#190489), or wait for ever for ranks that are gone."""
-    from drawbar.launch.node.agent import report_status
+    from drawbar.launch.agent import report_status
 
     report_status(code)
     if code == ExitCode.DONE:
@@ -233,8 +225,8 @@ def _run_command(task: "type[Task] | None") -> int:
 def _report_error(error: Exception, text: str) -> None:
     """Report an error: to the launcher, which prints it once for all ranks, or here."""
     if _is_one_of_several():
-        from drawbar.launch.node.agent import report_failure
-        from drawbar.launch.node.rank_environment import STATUS_VARIABLE
+        from drawbar.launch.agent import report_failure
+        from drawbar.launch.rank_environment import STATUS_VARIABLE
 
         if report_failure(error) and STATUS_VARIABLE in os.environ:
             return  # drawbar's launcher has started this rank, and prints the error

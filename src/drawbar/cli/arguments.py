@@ -28,10 +28,10 @@ checkpoint_option = click.option(
 )
 
 
-def load(arguments: tuple[str, ...], task: "type[Task] | None", cluster: str | None = None) -> "LoadedConfig":
-    """``[CONFIG] [KEY=VALUE]...``: a file (if the first argument is no override) and overrides; both outrank a cluster
-    profile, if one is given."""
-    return noted(check(read(arguments, cluster), task))
+def load(arguments: tuple[str, ...], task: "type[Task] | None", profile: "Settings | None" = None) -> "LoadedConfig":
+    """``[CONFIG] [KEY=VALUE]...``: a file (if the first argument is no override) and overrides; both outrank a
+    ``profile``."""
+    return noted(check(read(arguments, profile), task))
 
 
 def noted(loaded: "LoadedConfig") -> "LoadedConfig":
@@ -41,14 +41,14 @@ def noted(loaded: "LoadedConfig") -> "LoadedConfig":
     return loaded
 
 
-def read(arguments: tuple[str, ...], cluster: str | None = None) -> "Settings":
+def read(arguments: tuple[str, ...], profile: "Settings | None" = None) -> "Settings":
     """The first part of ``load``: the settings, not yet checked."""
     from drawbar.config.io.load_config import read_settings
 
     path, overrides = None, list(arguments)
     if overrides and "=" not in overrides[0]:
         path = overrides.pop(0)
-    return read_settings(path, overrides, cluster)
+    return read_settings(path, overrides, profile)
 
 
 def user_program(task: "type[Task] | None") -> str | None:

@@ -49,7 +49,7 @@ def evaluate(
     check_rules(loaded, RULES)
     processes = count_processes(loaded.config)
     if processes > 1:
-        from drawbar.launch.node.agent import run_processes
+        from drawbar.launch.agent import run_processes
 
         return run_processes(rerun_command(task), processes, trains=False)
 

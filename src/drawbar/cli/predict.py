@@ -60,7 +60,7 @@ def predict(
     path = check_output(output, overwrite, PREDICTIONS)
     processes = count_processes(loaded.config)
     if processes > 1:
-        from drawbar.launch.node.agent import run_processes
+        from drawbar.launch.agent import run_processes
 
         return run_processes(rerun_command(task), processes, trains=False)
 

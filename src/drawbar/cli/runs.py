@@ -1,12 +1,13 @@
 """``drawbar runs``."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
-    from drawbar.launch.jobs.run_view import RunView
+    from drawbar.tracking.run_view import Progress, RunView
 
 
 @click.command(
@@ -30,7 +31,7 @@ def runs(folder: Path, as_json: bool) -> None:
     """List the runs in DIR (by default runs/), those that wrote something last first."""
     import json
 
-    from drawbar.launch.jobs.run_view import list_runs
+    from drawbar.tracking.run_view import list_runs
     from drawbar.tracking.table import print_table
 
     found = list_runs(folder)
@@ -61,8 +62,6 @@ def _row(run: "RunView") -> list[str]:
 
 
 def _values(run: "RunView") -> dict[str, Any]:
-    from drawbar.cli.status import progress_values
-
     return {
         "run": run.folder.name,
         "folder": str(run.folder.absolute()),
@@ -72,3 +71,13 @@ def _values(run: "RunView") -> dict[str, Any]:
         "job": None if run.job is None else {"launcher": run.job.launcher, "number": run.job.number},
         "progress": progress_values(run.progress),
     }
+
+
+def progress_values(progress: "Progress") -> dict[str, Any]:
+    """The progress of a run for JSON; numbers that are not finite are texts, as in ``metrics.jsonl``."""
+    from drawbar.util.strict_json import json_number
+
+    def finite(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: json_number(value) if isinstance(value, float) else value for name, value in values.items()}
+
+    return finite({**asdict(progress), "best": None if progress.best is None else finite(progress.best.model_dump())})

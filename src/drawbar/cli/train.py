@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from drawbar.config.io.load_config import LoadedConfig
     from drawbar.config.io.source import Settings
     from drawbar.config.schema.run_config import RunConfig
-    from drawbar.launch.node.rendezvous import Rendezvous
-    from drawbar.launch.node.warm_process import WarmProcess
+    from drawbar.launch.rendezvous import Rendezvous
+    from drawbar.launch.warm_process import WarmProcess
     from drawbar.tasks.task import Task
 
 RANK_MODULES = (
-    *("drawbar.cli", "drawbar.train.trainer", "drawbar.engines.torch_strategies", "drawbar.launch.node.agent"),
+    *("drawbar.cli", "drawbar.train.trainer", "drawbar.engines.torch_strategies", "drawbar.launch.agent"),
     "transformers.generation.utils",
 )
 """What nearly every rank imports; torch and transformers come with it. Classes of models and tasks are not in it."""
@@ -80,8 +80,8 @@ def start(
     from drawbar.cli.arguments import check, check_training, read
     from drawbar.config.rules.rule_table import PACKAGE_RULES, check_guests
     from drawbar.distributed.foreign_launcher import refuse_unconnected_processes
-    from drawbar.launch.node.rank_environment import STATUS_VARIABLE
-    from drawbar.launch.node.rendezvous import Rendezvous
+    from drawbar.launch.rank_environment import STATUS_VARIABLE
+    from drawbar.launch.rendezvous import Rendezvous
     from drawbar.util.torch_imports import quick_imports
 
     rendezvous = Rendezvous.from_environment()
@@ -115,8 +115,8 @@ def launch_ranks(
 ) -> int:
     """Start this node's ranks, and wait for them; the exit code of the run."""
     from drawbar.config.rules.rule_table import check_guests, check_world
-    from drawbar.launch.node.agent import run_processes
-    from drawbar.launch.node.node_check import NodeCheck
+    from drawbar.launch.agent import run_processes
+    from drawbar.launch.node_check import NodeCheck
 
     config = loaded.config
     total = processes * (rendezvous.nodes if rendezvous else 1)
@@ -131,9 +131,9 @@ def start_early(
     task: "type[Task] | None", settings: "Settings"
 ) -> "AbstractContextManager[WarmProcess] | AbstractContextManager[None]":
     """The process that is to fork the ranks; it begins to import while the settings are checked. None where they do not
-    say how many ranks there are, and where ranks are not forked: see :mod:`drawbar.launch.node.warm_process`."""
-    from drawbar.launch.node.rank_environment import become_launcher
-    from drawbar.launch.node.warm_process import WarmProcess
+    say how many ranks there are, and where ranks are not forked: see :mod:`drawbar.launch.warm_process`."""
+    from drawbar.launch.rank_environment import become_launcher
+    from drawbar.launch.warm_process import WarmProcess
 
     section = settings.values.get("launch")
     nproc = section.get("nproc") if isinstance(section, dict) else None

@@ -17,11 +17,11 @@ from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.errors import UserError
 from drawbar.evaluation.scoring import Split, evaluate, predict
 from drawbar.evaluation.text_generation import Prompt, Sampling, generate_text
-from drawbar.launch.jobs.run_view import parse_metrics_line
 from drawbar.tasks.batch import PredictFunction
 from drawbar.tasks.encoder import TaskEncoder
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import SilentConsole
+from drawbar.tracking.run_view import parse_metrics_line
 from drawbar.train.batches import eval_micro_batch, load_split, make_augment
 from drawbar.train.setup import check_predicts, on_one_process, open_checkpoint, task_of_run
 from drawbar.util.run_dir import METRICS_FILE

@@ -2,46 +2,47 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.live import Live
 
-from drawbar.config.io.source import nearest_run
+from drawbar.config.io.source import nearest_run, run_folder
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.jobs.records import JobRecord
-from drawbar.launch.jobs.records import find_run as find_run_or_job
-from drawbar.launch.jobs.run_view import STALE, UNKNOWN, RunView, evaluation_scores, metric_value, read_run
-from drawbar.launch.launchers import POLL_SECONDS, FollowedJobs
 from drawbar.tracking.lines import duration, evaluation_line, join, log_line, speed, time_left
 from drawbar.tracking.live_view import LabelledValue, LiveValues, LiveView
-from drawbar.util.run_dir import CONFIG_FILE
+from drawbar.tracking.run_view import (
+    STALE,
+    UNKNOWN,
+    RunJob,
+    RunView,
+    evaluation_scores,
+    job_lookups,
+    metric_value,
+    read_run,
+)
+from drawbar.util.run_dir import CONFIG_FILE, is_run_dir
 
+POLL_SECONDS = 0.5
+"""Between two looks at the files of a run."""
 _STYLES = {"training": "green", "complete": "green", "failed": "red", STALE: "red", "stopped": "yellow"}
 
 
-def find_run(what: str) -> tuple[Path, list[JobRecord]]:
-    """The folder of a run, which need not be there yet, and the record of its newest job if it has one.
+def find_run(what: str) -> tuple[Path, Callable[[], RunJob | None]]:
+    """The folder of a run, which need not be there yet, and what asks how its job stands, if it has one.
 
     Raises:
         UserError: it is a sweep of several runs, or a project folder.
     """
+    for lookup in job_lookups():
+        if (found := lookup.follow(what)) is not None:
+            return found
     folder = Path(what).absolute()
-    try:
-        folder, records = find_run_or_job(what)
-    except UserError:
-        if (folder / CONFIG_FILE).is_file():
-            raise
-        return folder, []
-    if len(records) > 1:
-        raise UserError(
-            f"{what} is a sweep of {len(records)} runs",
-            where="RUN",
-            remedy=f"name one of them, such as {records[0].run_dir}; `drawbar runs` lists them side by side",
-        )
-    return folder, records
+    if (folder / CONFIG_FILE).is_file() and not is_run_dir(folder):
+        run_folder(what)  # raises: it is the folder of a project
+    return folder, lambda: None
 
 
 def place(run: RunView) -> str:
@@ -54,7 +55,8 @@ def place(run: RunView) -> str:
 def notice(run: RunView) -> str:
     """What there is to say of a run besides its numbers."""
     at = f" at step {run.progress.step_of_total}" if run.progress.step is not None else ""
-    job = f"job {run.job_status.record.number}: {run.job_status.summary}" if run.job_status is not None else ""
+    known = run.job if run.job is not None and run.job.state is not None else None
+    job = f"job {known.number}: {known.state} {known.remarks}".rstrip() if known is not None else ""
     if not run.is_over:
         if run.state == "training":
             return "" if run.is_active else job
@@ -159,14 +161,13 @@ def follow_run(what: str, patience: float) -> ExitCode:
     Raises:
         UserError: it has not begun by then, it is a sweep, or its scheduler does not answer.
     """
-    folder, records = find_run(what)
-    jobs = FollowedJobs(records)
+    folder, ask = find_run(what)
     is_terminal = sys.stdout.isatty() and not RichConsole().is_dumb_terminal
     shown: TerminalWatch | PlainWatch = TerminalWatch() if is_terminal else PlainWatch()
     end, is_told = time.monotonic() + patience, False
     try:
         while True:
-            run = read_run(folder, next(iter(jobs.ask()), None))
+            run = read_run(folder, ask())
             if run.has_begun or run.job is not None or run.is_held:
                 shown.show(run)
                 if run.is_over:

@@ -23,6 +23,8 @@ INTERRUPT_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 ECHO_SECONDS = 2.0
 """Signals this close together count as one: a scheduler signals launcher and ranks, then the launcher the ranks;
 or the scheduler signals Apptainer and the launcher inside, and Apptainer, without a terminal, passes the signal on."""
+SIGNAL_SECONDS = "DRAWBAR_SIGNAL_SECONDS"
+"""Environment variable: how many seconds before a job's time limit its ranks get the signal to save."""
 _DEAF_SECONDS = 1.0
 """So long after a signal the main thread counts as deaf."""
 _HEARD = 0x80

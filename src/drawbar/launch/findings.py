@@ -1,9 +1,9 @@
-"""What is wrong with a machine, and what puts it right: pure functions from facts to findings.
+"""What is wrong with GPUs and nodes, and what puts it right: facts, and pure functions from facts to findings.
 
-``drawbar doctor`` prints all of them; ``drawbar submit`` refuses a job for the problems of its folder and its
-partition; the node check of a launch has those of nodes that differ.
+The node check of a launch has the findings of nodes that differ. Without torch.
 """
 
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,19 +11,13 @@ from itertools import chain
 from typing import Any
 
 from drawbar.errors import UserError
-from drawbar.launch.machine import GIB, MIB, Folder, Gpus, Machine, NodeFacts
-from drawbar.util.byte_sizes import readable
 
-FEW_FILES = 1024
-"""Open files: a run has one for each file of its data and each connection to another rank."""
-LITTLE_LOCKED = 64 * MIB
-"""Bytes of locked memory: InfiniBand's driver locks NCCL's buffers."""
 CLOCK_SECONDS = 5.0
 """Clocks that differ by more are told of: times in logs and files then mislead, but nothing breaks."""
 USED_SHARE, FULL_SHARE = 0.05, 0.9
 """Shares of a GPU's memory that others use: from the first on a warning, from the second on a problem."""
-INSTALL_TORCH = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
-"""cu126 is a CUDA version: an old one, which most drivers support."""
+_NVIDIA_SMI_SECONDS = 20
+"""nvidia-smi hangs where the driver does."""
 
 
 class Level(StrEnum):
@@ -63,112 +57,77 @@ def problem(where: str, what: str, remedy: str = "") -> Finding:
     return Finding(where, Level.PROBLEM, what, remedy)
 
 
-def _warn_if(is_trouble: bool, where: str, what: str, remedy: str) -> Finding:
-    return Finding(where, Level.WARNING, what, remedy) if is_trouble else Finding(where, Level.OK, what)
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that this job may use."""
+
+    index: int
+    total: int
+    """MiB. So is ``used``: the memory that all processes take before this run begins."""
+    used: int
+    processes: str = ""
+    """Their numbers: ``4711, 4712``."""
 
 
-def of_machine(
-    machine: Machine, environ: Mapping[str, str], processes: int, many_nodes: bool = False
-) -> Iterator[Finding]:
-    """Args:
-    processes: that a run would have on this machine.
-    many_nodes: whether the run is on several machines.
-    """
-    yield Finding("host", Level.OK, f"{machine.name}: {machine.system}")
-    share = max(1, int(machine.cores) // processes)
-    yield _warn_if(
-        processes > machine.cores,
-        "cores",
-        f"{machine.cores:g} for {processes} process{'es' * (processes > 1)}",
-        f"set launch.nproc={max(1, int(machine.cores))}, or ask for more (Slurm: --cpus-per-task)",
-    )
-    threads = environ.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and int(threads) > share:
-        what = f"{threads} threads in each process, but cores for {share}: threads that take turns are slow"
-        yield Finding("OMP_NUM_THREADS", Level.WARNING, what, f"export OMP_NUM_THREADS={share}")
-    yield _warn_if(
-        machine.memory_available < 2 * GIB,
-        "memory",
-        f"{readable(machine.memory)}, {readable(machine.memory_available)} available",
-        "end what is not needed (ps aux --sort=-rss), or ask for more (Slurm: --mem, docker: --memory)",
-    )
-    if machine.shared_memory_free is not None:
-        yield _warn_if(
-            machine.shared_memory_free < GIB // 4,
-            "/dev/shm",
-            f"{readable(machine.shared_memory_free)} free",
-            "NCCL dies of a bus error when it is full: docker run --shm-size=8g (or --ipc=host), or remove "
-            "what ended programs have left there (ls -lS /dev/shm)",
-        )
-    yield from _limit_findings(machine)
-    yield from _network_findings(machine, environ, many_nodes)
+@dataclass(frozen=True)
+class Gpus:
+    """All GPUs that this job may use."""
+
+    gpus: tuple[Gpu, ...] = ()
+    driver: str = ""
+    """Its version; empty where there is none."""
+    trouble: str = ""
+    """Why nothing is known of them."""
 
 
-def _limit_findings(machine: Machine) -> Iterator[Finding]:
-    files, locked = machine.open_files, machine.locked_memory
-    what = "no limit" if files is None else f"{files:,} at once"
-    few = files is not None and files < FEW_FILES
-    remedy = "ulimit -n 65536, or ask root for more (nofile in limits.conf)"
-    yield _warn_if(few, "open files", what, remedy)
-    if machine.has_infiniband and locked is not None and locked < LITTLE_LOCKED:
-        what = f"{readable(locked)}: NCCL cannot register its buffers with InfiniBand (ibv_reg_mr fails)"
-        remedy = "ulimit -l unlimited (Slurm: LimitMEMLOCK=infinity for slurmd; docker: --ulimit memlock=-1)"
-        yield Finding("locked memory", Level.WARNING, what, remedy)
+def look_at_gpus(environ: Mapping[str, str]) -> Gpus:
+    """The GPUs of this job. nvidia-smi is asked, as torch would take memory on every GPU to answer."""
+    try:
+        rows = _query("--query-gpu=index,uuid,memory.total,memory.used,driver_version")
+        holders = _query("--query-compute-apps=gpu_uuid,pid")
+        chosen = environ.get("CUDA_VISIBLE_DEVICES")
+        names = None if chosen is None else tuple(filter(None, map(str.strip, chosen.split(","))))
+        gpus = []
+        for index, uuid, total, used, _ in rows:
+            is_ours = names is None or index in names or uuid.startswith(names)
+            if is_ours and used.isdigit():  # [N/A] for a GPU that is cut into parts (MIG)
+                processes = ", ".join(pid for holder, pid in holders if holder == uuid)
+                gpus.append(Gpu(int(index), int(total), int(used), processes))
+        return Gpus(tuple(gpus), rows[0][4] if rows else "")
+    except FileNotFoundError:
+        return Gpus()  # in a container, say; torch will tell what does not work
+    except subprocess.TimeoutExpired:
+        return Gpus(trouble=f"nvidia-smi gave no answer in {_NVIDIA_SMI_SECONDS} s")
+    except subprocess.CalledProcessError as error:
+        return Gpus(trouble=f"nvidia-smi failed: {(error.stdout + error.stderr).strip()[:200]}")
 
 
-def _network_findings(machine: Machine, environ: Mapping[str, str], many_nodes: bool) -> Iterator[Finding]:
-    addresses = [f"{name} ({address})" for name, address in machine.interfaces.items() if address]
-    yield Finding("interfaces", Level.OK, ", ".join(addresses) or "none has an address")
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = environ.get(variable, "")
-        if value and not _names_interface(variable, value, machine.interfaces):
-            what = f"{value} is no interface of this machine: it has {', '.join(machine.interfaces)}"
-            yield problem(variable, what, f"unset {variable}, or set it to one of these")
-    is_loopback = not machine.address or machine.address.startswith("127.")  # gloo takes that, too
-    if many_nodes and is_loopback and "GLOO_SOCKET_IFNAME" not in environ:
-        what = f"{machine.name} is {machine.address or 'unknown'}, where other nodes do not find this one"
-        remedy = "export GLOO_SOCKET_IFNAME=INTERFACE, the one that leads to the others"
-        yield Finding("host name", Level.WARNING, what, remedy)
+def _query(question: str) -> list[list[str]]:
+    done = subprocess.run(
+        ["nvidia-smi", question, "--format=csv,noheader,nounits"],
+        capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=True,
+    )  # fmt: skip
+    return [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
 
 
-def _names_interface(variable: str, value: str, names: Mapping[str, str]) -> bool:
-    """gloo takes names; NCCL takes beginnings, after ``=`` names, and after ``^`` those to leave out."""
-    wanted = value.lstrip("^=").split(",")
-    if value.startswith("^"):
-        return True
-    if variable.startswith("NCCL") and not value.startswith("="):
-        return any(name.startswith(tuple(wanted)) for name in names)
-    return any(name in wanted for name in names)
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node of a job says of itself in the node check."""
 
+    name: str
+    versions: Mapping[str, str]
+    config: str
+    """Digest of the whole configuration."""
+    gpu_count: int
+    """That torch sees; 0 where the run does not use them."""
+    gpus: Gpus = Gpus()
+    time: float = 0.0
+    """Seconds since 1970, when it was said."""
 
-def of_folder(
-    folder: Folder, enough: int, least: int = 64 * MIB, needed: bool = True, builds: bool = False
-) -> Iterator[Finding]:
-    """Args:
-    enough: bytes, below which there is a warning.
-    least: bytes, below which there is a problem.
-    needed: whether a run fails if the folder cannot be written.
-    builds: whether libraries are built there, and loaded.
-    """
-    trouble = Level.PROBLEM if needed else Level.WARNING
-    remedy = f"free some space there, or {folder.change}"
-    if folder.error:
-        what = f"{folder.path} cannot be written: {folder.error}"
-        yield Finding(folder.name, trouble, what, f"make {folder.place} yours; {remedy}")
-        return
-    what = f"{folder.path}: {readable(folder.free)} free"
-    if folder.free < least:
-        what = f"the disk is nearly full: {what}, {readable(least)} needed"
-        yield Finding(folder.name, trouble, what, remedy)
-    else:
-        yield _warn_if(folder.free < enough, folder.name, what, remedy)
-    if not folder.has_locks:
-        what = f"{folder.path}: flock does not work, so two runs could write to it at once"
-        remedy = f"mount it with locks (NFS: without nolock; Lustre: -o flock), or {folder.change}"
-        yield Finding(folder.name, Level.WARNING, what, remedy)
-    if builds and not folder.can_execute:
-        what = f"{folder.path} is mounted noexec: what torch.compile builds there cannot be loaded"
-        yield Finding(folder.name, Level.WARNING, what, folder.change)
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "NodeFacts":
+        gpus = tuple(Gpu(**gpu) for gpu in values["gpus"]["gpus"])
+        return NodeFacts(**{**values, "gpus": Gpus(**{**values["gpus"], "gpus": gpus})})
 
 
 def of_gpus(gpus: Gpus, node: str = "") -> Iterator[Finding]:
@@ -186,45 +145,6 @@ def of_gpus(gpus: Gpus, node: str = "") -> Iterator[Finding]:
         level = Level.WARNING if gpu.used < FULL_SHARE * gpu.total else Level.PROBLEM
         remedy = "end what holds it, or choose others: CUDA_VISIBLE_DEVICES"
         yield Finding(node or f"GPU {gpu.index}", level, what, remedy)
-
-
-def of_torch(torch: Mapping[str, Any], gpus: Gpus, device: str) -> Iterator[Finding]:
-    """Args:
-    torch: what the doctor's probe says of torch here.
-    device: the setting.
-    """
-    if "error" in torch:
-        remedy = "python -c 'import torch; print(torch.zeros(1))' must work; else install torch anew"
-        yield problem("torch", f"torch does not work: {torch['error']}", remedy)
-        return
-    build = f"{torch['torch']}, built for {'CUDA ' + torch['cuda'] if torch['cuda'] else 'the CPU'}"
-    if gpus.driver and not torch["gpus"] and device in ("auto", "cuda"):
-        what = f"{build}, sees no GPU of the NVIDIA driver {gpus.driver}. {torch['reason']}".rstrip(". ")
-        remedy = f"unset CUDA_VISIBLE_DEVICES; or take a torch for this driver: {INSTALL_TORCH}"
-        yield Finding("torch", Level.WARNING, what, remedy)
-    else:
-        driver = f"NVIDIA driver {gpus.driver}" if gpus.driver else "no nvidia-smi"
-        yield Finding("torch", Level.OK, f"{build}; {driver}; GPUs: {torch['gpus']}")
-    if "device" in torch["errors"]:
-        error = torch["errors"]["device"]
-        yield problem(error.get("where") or "device", error["what"], error["remedy"] or "")
-    else:
-        products = f"products in {torch['precision']}, weights and sums in fp32"
-        yield Finding("device", Level.OK, f"{torch['device']} (device={device}); {products}")
-
-
-def of_hub(cached: Mapping[str, bool], obstacle: str) -> Iterator[Finding]:
-    """Args:
-    cached: the names of the Hub that a configuration has, and whether they are in the cache.
-    obstacle: why the Hub cannot be asked for those that are not; empty where it can.
-    """
-    for name, is_cached in cached.items():
-        if obstacle and not is_cached:
-            remedy = f"hf download {name}, where there is a network, into the same HF_HOME; or set a folder"
-            yield problem(name, f"not in the cache, and {obstacle}", remedy)
-        else:
-            place = "in the cache" if is_cached else "on the Hugging Face Hub; the run downloads it"
-            yield Finding(name, Level.OK, place)
 
 
 def of_nodes(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:

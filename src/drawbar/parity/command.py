@@ -164,7 +164,7 @@ def _start(
     results, else an exit code."""
     from drawbar.cli.train import rerun_command
     from drawbar.errors import ExitCode
-    from drawbar.launch.node.agent import run_processes
+    from drawbar.launch.agent import run_processes
     from drawbar.parity.result import Result
 
     os.environ[FOLDER] = str(folder.path)

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drawbar.launch.jobs.run_view import metric_value
 from drawbar.report.page import PageFigure, PlottedCurve, curve_name, render_page, significant, with_ids
+from drawbar.tracking.run_view import metric_value
 
 _DECADES_BELOW = 6
 _DECADES_ABOVE = 2

@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
@@ -51,7 +52,7 @@ def make_machine(
     Raises:
         UserError: the name of the GPU is not known.
     """
-    cluster = config.cluster
+    cluster: Any = getattr(config, "cluster", None)  # of another guest, which may have been left out
     nodes = nodes or (cluster.nodes if cluster is not None else 1)
     asked = gpus or (cluster.gpu_count if cluster is not None else None)
     asks_for_gpus = config.device != "cpu" and (config.device == "cuda" or asked or memory or gpu)

@@ -12,11 +12,10 @@ from drawbar.config.io.fields import show
 from drawbar.config.io.load_config import script_of_run
 from drawbar.config.io.source import config_of_run, read_file
 from drawbar.errors import UserError
-from drawbar.launch.job_files import checkpoint_folders, plan_file
-from drawbar.launch.jobs.run_view import Progress, metric_value, read_run
 from drawbar.report.run_history import PACKED, TRAIN, RunHistory, RunMetrics, read_history, read_metrics
+from drawbar.tracking.run_view import Progress, metric_value, read_run
 from drawbar.util.best_score import BestScore
-from drawbar.util.run_dir import STATUS_FILE
+from drawbar.util.run_dir import STATUS_FILE, checkpoint_folders, plan_file
 
 MOST_PREDICTIONS = 300
 """Records of a split that are shown."""

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drawbar.launch.jobs.records import jobs_of, status_from_files
-from drawbar.launch.jobs.run_view import RunStatus, metric_value, parse_metrics_line, rank_log
+from drawbar.tracking.run_view import RunStatus, metric_value, parse_metrics_line, rank_log, recorded_jobs
 from drawbar.util.run_dir import METRICS_FILE
 
 MOST_EVENTS = 300
@@ -150,12 +149,10 @@ def _kind(level: str, text: str) -> str | None:
 
 
 def _job_events(run_dir: Path) -> Iterator[RunEvent]:
-    for record in jobs_of(run_dir):
-        size = f"{record.nodes} node{'s' * (record.nodes != 1)} × {record.processes} processes"
-        yield RunEvent(record.time, "submitted", f"{record.launcher} job {record.number}: {size}")
-        job = status_from_files(record)
-        if job is not None and job.ended is not None:
-            yield RunEvent(job.ended, "job ended", f"{record.launcher} job {record.number}: {job.remarks or 'done'}")
+    for job in recorded_jobs(run_dir):
+        yield RunEvent(job.submitted, "submitted", f"{job.launcher} job {job.number}: {job.size}")
+        if job.ended is not None:
+            yield RunEvent(job.ended, "job ended", f"{job.launcher} job {job.number}: {job.remarks or 'done'}")
 
 
 def _end(run_dir: Path) -> Iterator[RunEvent]:

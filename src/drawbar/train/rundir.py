@@ -16,11 +16,10 @@ from drawbar.config.io.compare import Difference, changed_schedule, check_same
 from drawbar.config.io.load_config import dump_yaml, load_config
 from drawbar.config.schema.run_config import RUN_NAME, RunConfig, RunSection
 from drawbar.errors import UserError
-from drawbar.launch.job import FOLDER as LAUNCH_FOLDER
 from drawbar.models.folder import INITIAL_MODEL
 from drawbar.runtime.log import logger
 from drawbar.util.atomic_files import write_durably
-from drawbar.util.run_dir import LOCK_FILE
+from drawbar.util.run_dir import LAUNCH_FOLDER, LOCK_FILE
 
 ORIGIN_FILE = "origin.json"
 """Which checkpoint of another run this run began from: it begins there again until it has a checkpoint of its own."""

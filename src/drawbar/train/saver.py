@@ -15,11 +15,11 @@ from drawbar.checkpoint.format import RESOLVED, step_name
 from drawbar.checkpoint.space import DiskFault, ensure_free_space
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import Loader
+from drawbar.distributed.interrupt import SIGNAL_SECONDS
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.evaluation.scoring import Split
-from drawbar.launch.job_files import SIGNAL_SECONDS
 from drawbar.runtime.log import logger
 from drawbar.train.checkpoint_layouts import CheckpointLayout, PartsLayout, WholeTensorsLayout, choose_layout
 from drawbar.train.checkpoint_uploader import start_uploader

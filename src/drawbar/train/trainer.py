@@ -12,7 +12,7 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.errors import ExitCode
-from drawbar.launch.node.allreduce_check import check_allreduce
+from drawbar.launch.allreduce_check import check_allreduce
 from drawbar.runtime.log import errors_in_log, logger, start_logging
 from drawbar.runtime.streams import ignore_output_errors
 from drawbar.tasks.causal_lm import CausalLM

@@ -47,12 +47,12 @@ export DRAWBAR_NODES
 head=${DRAWBAR_NODES%%$'\n'*}
 address=$(scontrol show node "$head" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
 endpoint=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
-  /opt/env/bin/python -m drawbar.launch.node.entry.first_node "${address:-$head}" "$SLURM_JOB_ID") || exit
+  /opt/env/bin/python -m drawbar.jobs.node.first_node "${address:-$head}" "$SLURM_JOB_ID") || exit
 
 if [ "$told" = TERM ] || [ "$told" = INT ]; then exit 143; fi
 srun --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=4 \
   --kill-on-bad-exit=0 --wait=60 --disable-status \
-  /opt/env/bin/python -m drawbar.launch.node.entry.each_node "$endpoint" "$drawbar_config" \
+  /opt/env/bin/python -m drawbar.jobs.node.each_node "$endpoint" "$drawbar_config" \
   /opt/env/bin/python -m drawbar train "$drawbar_config" launch.nproc=1 &
 step=$!
 if [ -n "$early" ]; then kill -s "$early" "$step"; fi

@@ -53,7 +53,7 @@ trap 'note USR1' USR1
 trap 'note TERM' TERM
 trap 'note INT' INT
 
-/opt/env/bin/python -m drawbar.launch.node.entry.restart "$drawbar_run" "$drawbar_job" || exit
+/opt/env/bin/python -m drawbar.jobs.node.restart "$drawbar_run" "$drawbar_job" || exit
 
 # The first node of this job, as Slurm reaches it; it chooses the address and a free port.
 DRAWBAR_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -61,12 +61,12 @@ export DRAWBAR_NODES
 head=${DRAWBAR_NODES%%$'\n'*}
 address=$(scontrol show node "$head" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
 endpoint=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
-  /opt/env/bin/python -m drawbar.launch.node.entry.first_node "${address:-$head}" "$SLURM_JOB_ID") || exit
+  /opt/env/bin/python -m drawbar.jobs.node.first_node "${address:-$head}" "$SLURM_JOB_ID") || exit
 
 if [ "$told" = TERM ] || [ "$told" = INT ]; then exit 143; fi
 srun --overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 \
   --kill-on-bad-exit=0 --wait=60 \
-  /opt/env/bin/python -m drawbar.launch.node.entry.each_node "$endpoint" "$drawbar_config" \
+  /opt/env/bin/python -m drawbar.jobs.node.each_node "$endpoint" "$drawbar_config" \
   /opt/env/bin/python -m drawbar train "$drawbar_config" launch.nproc=1 &
 step=$!
 if [ -n "$early" ]; then kill -s "$early" "$step"; fi

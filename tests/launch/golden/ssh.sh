@@ -9,7 +9,7 @@ export HF_HOME='/scratch/my cache'
 module load cuda/12.4 || exit
 source ~/venv/bin/activate
 } < /dev/null
-exec /opt/env/bin/python -P -m drawbar.launch.node.entry.ssh_host
+exec /opt/env/bin/python -P -m drawbar.jobs.node.ssh_host
 
 # drawbar there reads one more line: in it config is the text below, and node the host's number: gpu1 is node 0; me@gpu2 is node 1.
 # {"job": {"launch_id": "drawbar-\u2026", "node": 0, "names": ["gpu1", "me@gpu2"], "argv": ["/opt/env/bin/python", "-m", "drawbar", "train"], "config": "", "workdir": "/home/me/project", "environment": {"HF_TOKEN": "***", "NCCL_DEBUG": "***"}, "interface": "ib0", "program": null, "patience": 60}}

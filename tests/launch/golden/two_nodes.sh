@@ -67,7 +67,7 @@ trap 'note USR1' USR1
 trap 'note TERM' TERM
 trap 'note INT' INT
 
-python -m drawbar.launch.node.entry.restart "$drawbar_run" "$drawbar_job" || exit
+python -m drawbar.jobs.node.restart "$drawbar_run" "$drawbar_job" || exit
 
 # The first node of this job, as Slurm reaches it; it chooses the address and a free port.
 DRAWBAR_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -75,12 +75,12 @@ export DRAWBAR_NODES
 head=${DRAWBAR_NODES%%$'\n'*}
 address=$(scontrol show node "$head" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
 endpoint=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
-  python -m drawbar.launch.node.entry.first_node "${address:-$head}" "$SLURM_JOB_ID" ib0) || exit
+  python -m drawbar.jobs.node.first_node "${address:-$head}" "$SLURM_JOB_ID" ib0) || exit
 
 if [ "$told" = TERM ] || [ "$told" = INT ]; then exit 143; fi
 srun --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=64 \
   --kill-on-bad-exit=0 --wait=60 \
-  python -m drawbar.launch.node.entry.each_node "$endpoint" "$drawbar_config" \
+  python -m drawbar.jobs.node.each_node "$endpoint" "$drawbar_config" \
   python -m drawbar train "$drawbar_config" launch.nproc=8 &
 step=$!
 if [ -n "$early" ]; then kill -s "$early" "$step"; fi
@@ -95,7 +95,7 @@ done
 
 # Nodes that did not answer, were lost, or do not work are named in launch/bad-nodes.json.
 if [ "$code" != 0 ] && [ -z "$told" ]; then
-  python -m drawbar.launch.node.entry.requeue "$drawbar_run" "$drawbar_job" only-if-lost
+  python -m drawbar.jobs.node.requeue "$drawbar_run" "$drawbar_job" only-if-lost
   case $? in
     0) trap - EXIT ;;
     3) code=1 ;;

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from drawbar.cli.doctor import lines
+from drawbar.jobs.commands.doctor import lines
 from drawbar.launch.findings import Finding, Level, problem
 from harness import run_cli
 from messages import check_one_message
@@ -117,5 +117,5 @@ def test_a_fix_is_one_line_and_all_trouble_is_counted() -> None:
 
 def test_torch_stays_out_of_the_doctors_own_process() -> None:
     """A torch that cannot be imported must not end it."""
-    code = "import sys, drawbar.cli.doctor, drawbar.doctor.examine; sys.exit('torch' in sys.modules)"
+    code = "import sys, drawbar.jobs.commands.doctor, drawbar.jobs.doctor.examine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from conftest import make_project
-from drawbar.cli.logs import _show_run
 from drawbar.config.io.source import run_folder
 from drawbar.errors import ExitCode
-from drawbar.launch.jobs.run_view import write_run_status
+from drawbar.jobs.commands.logs import _show_run
+from drawbar.tracking.run_view import write_run_status
 from drawbar.util.run_dir import LOCK_FILE, is_run_dir
 from harness import run_cli, wait_until
 from messages import check_one_message

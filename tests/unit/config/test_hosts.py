@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.cli.submit import host_settings
-from drawbar.config.io.hosts_file import Host, parse_hosts, read_hostfile
 from drawbar.config.io.load_config import load_config
 from drawbar.errors import UserError
-from drawbar.launch.ssh.ssh_launcher import SshLauncher, count_processes
+from drawbar.jobs.commands.submit import host_settings
+from drawbar.jobs.hosts_file import Host, parse_hosts, read_hostfile
+from drawbar.jobs.ssh.ssh_launcher import SshLauncher, count_processes
 
 BAD_NAMES = [
     "-oProxyCommand=touch", "a b", "'a'", '"a"', "$(a)", "`a`", "a;b", "a|b", "a&b", "a>b", "a/b", "a\\b", "*", "~",

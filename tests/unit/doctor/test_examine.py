@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import drawbar
-from drawbar.doctor import examine
+from drawbar.jobs.doctor import examine
 from drawbar.launch.findings import Level
 
 

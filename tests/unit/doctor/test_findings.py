@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.launch import findings
+from drawbar.jobs.doctor import findings
+from drawbar.jobs.doctor.machine import GIB, MIB, Machine, look_at_folder, look_at_machine
 from drawbar.launch.findings import Finding, Level
-from drawbar.launch.machine import GIB, MIB, Machine, look_at_folder, look_at_machine
 
 HAS_NAMESPACES = subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0
 namespaces = pytest.mark.skipif(not HAS_NAMESPACES, reason="this machine lets nobody have namespaces of their own")
 SHOW = """
 import json, os
 from dataclasses import asdict
-from drawbar.launch.findings import *
-from drawbar.launch.machine import *
+from drawbar.jobs.doctor.findings import *
+from drawbar.jobs.doctor.machine import *
 def show(facts):
     print(json.dumps(asdict(facts)))
 """

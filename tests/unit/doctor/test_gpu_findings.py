@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from drawbar.doctor.examine import ask_torch
-from drawbar.launch import findings
-from drawbar.launch.findings import Finding, Level
-from drawbar.launch.machine import Gpu, Gpus, look_at_gpus
+from drawbar.jobs.doctor import findings
+from drawbar.jobs.doctor.examine import ask_torch
+from drawbar.launch.findings import Finding, Gpu, Gpus, Level, look_at_gpus, of_gpus
 
 ENV = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 ONE = {**ENV, "OMP_NUM_THREADS": "1"}
@@ -96,7 +95,7 @@ def test_gpus_as_nvidia_smi_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert look_at_gpus({"CUDA_VISIBLE_DEVICES": "GPU-aaa"}).gpus == (free,)
     assert look_at_gpus({"CUDA_VISIBLE_DEVICES": ""}).gpus == ()
     program.write_text("#!/bin/bash\necho 'Failed to initialize NVML: Driver/library version mismatch' >&2\nexit 9\n")
-    (found,) = findings.of_gpus(look_at_gpus({}))
+    (found,) = of_gpus(look_at_gpus({}))
     assert found.what == "nvidia-smi failed: Failed to initialize NVML: Driver/library version mismatch"
     program.write_text("#!/bin/bash\necho '0, GPU-aaa, [N/A], [N/A], 550.54.15'\n")
     assert look_at_gpus({}) == Gpus(driver="550.54.15")
@@ -104,6 +103,6 @@ def test_gpus_as_nvidia_smi_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_gpus_that_others_use() -> None:
     gpus = Gpus((Gpu(0, 80_000, 500), Gpu(1, 80_000, 9_000, "42"), Gpu(2, 80_000, 79_000)))
-    found = list(findings.of_gpus(gpus))
+    found = list(of_gpus(gpus))
     assert levels(found) == {"GPU 1": Level.WARNING, "GPU 2": Level.PROBLEM}
     assert found[0].what == "GPU 1 is in use: 9,000 of 80,000 MiB are taken (processes 42)"

@@ -6,9 +6,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from drawbar.launch import findings
-from drawbar.launch.findings import Level
-from drawbar.launch.machine import Gpu, Gpus, NodeFacts
-from drawbar.launch.node.node_check import collect_facts
+from drawbar.launch.findings import Gpu, Gpus, Level, NodeFacts
+from drawbar.launch.node_check import collect_facts
 
 VERSIONS = {"drawbar": "0.1.0", "torch": "2.13.0", "Python": "3.11.7", "the NVIDIA driver": "550.54"}
 GPUS = Gpus((Gpu(0, 80_000, 500),), "550.54")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.launch.node.agent import run_processes
+from drawbar.launch.agent import run_processes
 from harness import run_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs to choose its cores")

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.elastic.metrics import api as timing
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from drawbar.launch.node import agent
+from drawbar.launch import agent
 from harness import run_ranks
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.cli.preflight import _judge, check_memory
 from drawbar.config.io.load_config import load_config
 from drawbar.errors import UserError
-from drawbar.launch.job import make_job
-from drawbar.launch.job_files import plan_file
+from drawbar.jobs.job import make_job
+from drawbar.jobs.preflight import _judge, check_memory
 from drawbar.report.recorded_run import read_recorded_run
+from drawbar.util.run_dir import plan_file
 
 LLAMA = "{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2, vocab_size: 300}"
 

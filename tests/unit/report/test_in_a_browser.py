@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from drawbar.launch.jobs.run_view import write_run_status
 from drawbar.parity.parity_page import render_parity
 from drawbar.report.report_page import write_report
+from drawbar.tracking.run_view import write_run_status
 from parity_reports import parity_report
 from programs import need_programs
 from report_pages import HOSTILE

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from conftest import make_project
-from drawbar.launch.jobs.records import JobEnd, JobRecord, append_records
-from drawbar.launch.jobs.run_view import write_run_status
+from drawbar.jobs.records import JobEnd, JobRecord, append_records
 from drawbar.report.page import MARKER
 from drawbar.report.report_page import write_report
 from drawbar.report.run_history import read_history
+from drawbar.tracking.run_view import write_run_status
 from drawbar.util.run_dir import LOCK_FILE
 from harness import Finished, run_cli
 from messages import check_one_message

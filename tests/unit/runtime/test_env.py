@@ -9,7 +9,7 @@ import torch
 
 from drawbar.distributed.rank_info import RankInfo, choose_device, has_launcher
 from drawbar.errors import UserError
-from drawbar.launch.node.rendezvous import VARIABLE
+from drawbar.launch.rendezvous import VARIABLE
 
 TORCHRUN = {
     "RANK": "5",

@@ -15,8 +15,8 @@ from drawbar import Callback, RunHandle
 from drawbar.cli.arguments import load_run
 from drawbar.commands.export_run import export_run
 from drawbar.commands.prepare_data import prepare_run
-from drawbar.doctor.examine import hub_names
 from drawbar.errors import ExitCode, UserError
+from drawbar.jobs.doctor.examine import hub_names
 from drawbar.train.checkpoint_export import ExportFormat
 from drawbar.util.run_dir import LOCK_FILE
 from harness import run_ranks

@@ -18,9 +18,9 @@ from torch import nn
 
 from drawbar import Callback, RunHandle, StepInfo
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.jobs.run_view import RunState, RunStatus, write_run_status
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
+from drawbar.tracking.run_view import RunState, RunStatus, write_run_status
 from drawbar.train.run_dir_lock import lock_run_dir
 from harness import run_ranks
 from runs import Fit, fit_in, losses, metrics, scores, weights

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.launch.job_files import SIGNAL_SECONDS
+from drawbar.distributed.interrupt import SIGNAL_SECONDS
 from runs import Fit
 
 WARNING = "Set cluster.signal_seconds to more than"

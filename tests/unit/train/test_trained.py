@@ -16,9 +16,9 @@ from drawbar.commands import score_run
 from drawbar.commands.score_run import evaluate_run, predict_from_run
 from drawbar.commands.trained_run import TrainedRun
 from drawbar.errors import UserError
-from drawbar.launch.jobs.run_view import Progress
 from drawbar.report.recorded_run import RecordedRun
 from drawbar.tasks.batch import Batch
+from drawbar.tracking.run_view import Progress
 from runs import fit_in, weights
 
 BERT = "{hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2}"

@@ -16,7 +16,6 @@ from drawbar.errors import UserError
 
 MAY_CHANGE: dict[str, str] = {
     "launch": "how processes start, not what they compute",
-    "cluster": "where the job runs, not what it computes",
     "tracking": "what is written about the run, not the run",
     "callbacks": "what is done beside the run, not the run",
     "device": "the same run on other hardware",

@@ -23,10 +23,11 @@ from drawbar.config.io.source import (
     run_folder,
 )
 from drawbar.config.io.user_modules import find_by_name
-from drawbar.config.schema.cluster_section import read_profile
+from drawbar.config.schema.guest_section import SECTIONS_GROUP
 from drawbar.config.schema.run_config import RunConfig, run_config_type
 from drawbar.config.schema.task_sections import BUILT_IN_TASKS, TASKS, TaskConfig
 from drawbar.errors import UserError
+from drawbar.util.entry_points import left_out_folders
 
 _SPLITS = ("train", "validation", "test")
 ALTERNATIVES: tuple[tuple[str, ...], ...] = (
@@ -95,27 +96,29 @@ def load_config(
     path: str | Path | None,
     overrides: Sequence[str] = (),
     task: type[Any] | None = None,
-    cluster: str | None = None,
 ) -> LoadedConfig:
     """Read a YAML file, merge ``a.b.c=VALUE`` arguments over it (VALUE is YAML), and check the whole.
 
     Sections merge; a value or a list replaces, and so does another way to say the same (``train.steps`` for
     ``train.epochs``). ``task`` is a task class of your own, or its ``Config``; where it is not given, ``task.type``
     names it.
-    ``cluster`` names a profile, which the file and the arguments overrule.
 
     Raises:
         UserError: one error with a line for every problem: place, key, what is allowed, the nearest spelling.
     """
     options = task if task is None or issubclass(task, TaskConfig) else task.Config
-    return check_settings(read_settings(path, overrides, cluster), options)
+    return check_settings(read_settings(path, overrides), options)
 
 
-def read_settings(path: str | Path | None, overrides: Sequence[str] = (), cluster: str | None = None) -> Settings:
-    """The first part of ``load_config``: what was given, merged, and not yet checked. Imports no code of the user's."""
+def read_settings(path: str | Path | None, overrides: Sequence[str] = (), profile: Settings | None = None) -> Settings:
+    """The first part of ``load_config``: what was given, merged, and not yet checked. Imports no code of the user's.
+
+    Args:
+        profile: settings that the file and the arguments overrule.
+    """
     settings = read_file(Path(path)) if path is not None else Settings()
-    if cluster is not None:
-        settings = merge_over(read_profile(cluster), settings)
+    if profile is not None:
+        settings = merge_over(profile, settings)
     for override in overrides:
         apply_override(settings, override)
     replace_alternatives(settings)
@@ -124,6 +127,9 @@ def read_settings(path: str | Path | None, overrides: Sequence[str] = (), cluste
 
 def check_settings(settings: Settings, task: type[TaskConfig] | None = None) -> LoadedConfig:
     """The other part of ``load_config``; it imports the module of the user's that ``task.type`` names."""
+    for name in left_out_folders(SECTIONS_GROUP):
+        if settings.values.get(name, "") is None:  # the configuration of a run that was trained where they are there
+            del settings.values[name]
     # Present, so that a missing option of the task is reported under its key.
     settings.values.setdefault("task", {})
     if task is None:

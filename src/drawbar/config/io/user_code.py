@@ -1,5 +1,5 @@
 """Tells the user's own code from installed code, and imports it. It needs the standard library alone: the programs that
-jobs start on nodes (``launch/node/entry``) import it."""
+jobs start on nodes (``jobs/node``) import it."""
 
 import importlib
 import os

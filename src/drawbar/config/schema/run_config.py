@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny, ValidationError, create_model, field_validator
 from pydantic_core import PydanticCustomError, PydanticSerializationError
 
-from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.data_section import DataSection
 from drawbar.config.schema.guest_section import GuestSection, guest_sections
 from drawbar.config.schema.section import (
@@ -358,8 +357,6 @@ class RunConfig(Section):
     callbacks: Annotated[list[Text | dict[Text, dict[str, Any]]], AfterValidator(refuse_secrets)] = []
     """Callbacks, each as `package.module:Class`, or with options as in `{package.module:Class: {every: 10}}`."""
     launch: LaunchSection = LaunchSection()
-    cluster: ClusterSection | None = None
-    """Where `drawbar submit` runs the job; `drawbar train` does not read it. A `--cluster` file has the same keys."""
 
     @field_validator("task")
     @classmethod

@@ -4,8 +4,8 @@ import logging
 import time
 from contextlib import suppress
 
-from drawbar.launch.jobs.run_view import RunState, RunStatus, write_run_status
 from drawbar.runtime.log import log_to_file
+from drawbar.tracking.run_view import RunState, RunStatus, write_run_status
 from drawbar.train.callback import Callback, RunHandle
 from drawbar.train.run import Run
 from drawbar.train.step import StepInfo

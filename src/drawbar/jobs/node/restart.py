@@ -1,0 +1,31 @@
+"""Runs at the beginning of a Slurm job, and of each restart of it: ends a crash loop.
+
+    python -m drawbar.jobs.node.restart RUN_DIRECTORY JOB
+
+Exit code 0: go on. 1: the job was restarted too often without a new checkpoint.
+"""
+
+import sys
+from pathlib import Path
+
+from drawbar.jobs.job_files import MOST_RESTARTS, count_restart
+
+
+def main(arguments: list[str]) -> int:
+    run_dir, job = Path(arguments[0]), arguments[1]
+    restarts = count_restart(run_dir, job)
+    if restarts <= MOST_RESTARTS:
+        return 0
+    print(
+        f"error: job {job} was restarted {MOST_RESTARTS} times without a new checkpoint; it ends here", file=sys.stderr
+    )
+    print(
+        "  fix:   find the reason above, then `drawbar submit` again; where each start was told to save before it had "
+        "begun, set a longer cluster.time or fewer cluster.signal_seconds; else save more often",
+        file=sys.stderr,
+    )
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,153 @@
+"""Checks of ``drawbar submit`` before the job waits in a queue, besides those of the configuration."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drawbar.errors import UserError
+from drawbar.jobs.doctor import findings
+from drawbar.jobs.doctor.machine import MIB, look_at_folder
+from drawbar.launch.findings import Level
+from drawbar.util.byte_sizes import readable
+
+if TYPE_CHECKING:
+    from drawbar.config.schema.run_config import RunConfig
+    from drawbar.jobs.job import Job
+    from drawbar.jobs.launcher import Launcher
+    from drawbar.tasks.task import Task
+
+
+PLAN_SECONDS = 600.0
+"""For a plan of the largest models; a usual one takes ten seconds."""
+
+
+def check_before_queue(config: "RunConfig", job: "Job", launcher: "Launcher", task: "type[Task] | None") -> list[str]:
+    """Check a job before it is submitted. Returns notes for the user about a job that passes.
+
+    Raises:
+        UserError: a data file cannot be used, the run's folder cannot be written, or the launcher could never run it.
+    """
+    if not job.cluster.preflight:
+        return []
+    notes: list[str] = []
+    if launcher.shares_disk:
+        notes += check_data(config) if _reads_files(config, task) else []
+        notes += check_run_folder(job.run_dir)
+    return notes + launcher.check(job)
+
+
+def check_run_folder(run_dir: Path) -> list[str]:
+    """Check that the run's folder can be written, and has space for another checkpoint of the size of its newest (if
+    any). Returns notes for the user.
+
+    Raises:
+        UserError: the folder cannot be written, or the disk is nearly full.
+    """
+    checkpoints = sorted((run_dir / "checkpoints").glob("step-*[0-9]"))
+    newest = sum(path.stat().st_size for path in checkpoints[-1].rglob("*") if path.is_file()) if checkpoints else 0
+    folder = look_at_folder("run.dir", run_dir)
+    found = list(findings.of_folder(folder, enough=0, least=max(64 * MIB, newest)))
+    for finding in found:
+        if finding.level is Level.PROBLEM:
+            raise finding.error()
+    return [finding.what for finding in found if finding.level is Level.WARNING]
+
+
+@dataclass(frozen=True)
+class MemoryCheck:
+    """The outcome of planning the memory of a run before it is submitted."""
+
+    notes: tuple[str, ...] = ()
+    plan: Mapping[str, Any] | None = None
+    """What ``drawbar plan --json`` wrote; None where nothing was planned."""
+
+
+def check_memory(job: "Job", program: str | None, force: bool, timeout: float = PLAN_SECONDS) -> MemoryCheck:
+    """Where ``cluster.gpu_memory`` says what a run must fit into, plan it, in a process of its own as that takes torch.
+
+    Args:
+        program: absolute path of the user's own script, where there is one.
+        force: do not refuse a run that does not fit.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    if job.cluster.gpu_memory is None or job.cluster.gpu_count is None or not job.cluster.preflight:
+        return MemoryCheck()
+    with tempfile.TemporaryDirectory(prefix="drawbar-") as name:
+        config, result = Path(name) / "config.yaml", Path(name) / "plan.json"
+        config.write_text(job.config, encoding="utf-8")
+        command = [sys.executable, *(("-m", "drawbar") if program is None else (program,)), "plan", str(config)]
+        command += ["--nodes", str(job.nodes), "--gpus", str(job.processes), "--json", str(result)]
+        command += ["--gpu-memory", job.cluster.gpu_memory, "--strategies", "none"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        except subprocess.TimeoutExpired:
+            return MemoryCheck((f"the memory of the run could not be planned within {timeout:.0f} s",))
+        if not result.exists():
+            said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()
+            why = next((line for line in said if line.startswith("error:")), said[-1])
+            return MemoryCheck((f"the memory of the run could not be planned: {why.removeprefix('error: ')}",))
+        plan = json.loads(result.read_text("utf-8"))
+    return MemoryCheck((_judge(plan, job.cluster.gpu_memory, force),), plan)
+
+
+def _judge(plan: dict[str, Any], memory: str, force: bool) -> str:
+    """The note about a plan. Raises UserError where the run does not fit."""
+    peak = readable(plan["peak"])
+    if plan["fits"]:
+        return f"planned: a rank takes {peak} of {memory} at its peak ({plan['strategy']}, {plan['method']})"
+    what = (
+        f"the run does not fit: a rank takes {peak} at its peak, and of {memory}, {readable(plan['usable'])} are usable"
+    )
+    if force:
+        return f"{what}; submitted all the same, as --force says"
+    changes = [one["overrides"] for one in plan["suggestions"]]
+    raise UserError(
+        what,
+        where="cluster.gpu_memory",
+        remedy=f"{'set ' + ', or '.join(changes) if changes else 'take more or larger GPUs'}; `drawbar plan` says "
+        "more, and --force submits it as it is",
+    )
+
+
+def _reads_files(config: "RunConfig", task: "type[Task] | None") -> bool:
+    """Whether the settings ``data`` name the records: a task of the user's may find its own."""
+    if task is None and ":" not in config.task.type:
+        return True
+    from drawbar.tasks.task import Task
+    from drawbar.tasks.task_registry import task_class  # the user's module has imported torch by now
+
+    return (task or task_class(config.task.type)).records is Task.records
+
+
+def check_data(config: "RunConfig") -> list[str]:
+    """Find the files of the data, and see whether there are encoded ones.
+
+    Raises:
+        UserError: a file is missing, empty or of an unknown kind.
+    """
+    from drawbar.data.sources import open_records
+
+    data = config.data
+    names = ["train", *(["validation"] if data.validation or data.validation_share else [])]
+    for name in names:
+        open_records(data, name)
+    if data.streaming:
+        names.remove("train")
+    cached = [name for name in names if any(config.cache_dir.glob(f"{name}-*/meta.json"))]
+    missing = [name for name in names if name not in cached]
+    notes = []
+    if cached:
+        notes.append(
+            f"{config.cache_dir} has encoded data ({', '.join(cached)}); where they are of other settings, the job "
+            "encodes its own first"
+        )
+    if missing:
+        notes.append(f"the job will encode its data first ({', '.join(missing)}); `drawbar prepare` does it here")
+    return notes

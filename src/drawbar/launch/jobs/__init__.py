@@ -1,1 +1,0 @@
-"""What is known of jobs from files: their records, how they ended, how far their runs are, and their logs."""

@@ -1,0 +1,118 @@
+"""``WarmProcess``: imports torch and transformers once for all ranks of a node, and forks the ranks.
+
+These imports are most of the time to a first step. So the process begins with them while the launcher is still reading
+the configuration, and each rank starts with them done. It forks only where a fork is as good as a new interpreter,
+which it checks itself (:mod:`drawbar.launch.warm_ranks`). Else the launcher starts ranks as torch does.
+"""
+
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from types import TracebackType
+from typing import Self
+
+from drawbar.distributed.watchdog import NODE
+from drawbar.launch.process_tree import adopt_orphans, die_with_parent, stop_adopting_orphans
+from drawbar.launch.rank_environment import STATUS_VARIABLE
+
+RANK_PROGRAM = ["-m", "drawbar"]
+"""How the command of a rank that can be forked begins. One that runs a user's script is never forked:
+the script may do things before its imports."""
+_OF_LAUNCHERS = ("TORCHELASTIC_", STATUS_VARIABLE, NODE)
+"""Prefixes of the environment variables that a launcher sets after the process has started; no import reads them."""
+_POLL = 0.05
+
+
+class WarmProcess:
+    """The process, as a context: it is there until it has forked its last rank, or its context ends. Linux alone.
+
+    Args:
+        modules: what it imports.
+        nproc: how many ranks it is to fork.
+    """
+
+    def __init__(self, modules: Sequence[str], nproc: int) -> None:
+        self._environment = dict(os.environ)
+        self._left = nproc
+        self._channel, theirs = Pipe()
+        command = [sys.executable, "-u", "-m", "drawbar.launch.warm_ranks", str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            [*command, *sys.argv[1:]],  # not read: they are there for `ps` to show as the forked ranks' arguments
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        theirs.close()
+        self._channel.send(list(modules))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the warm process, but not the ranks, which are children of the launcher."""
+        self._left = 0
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+        stop_adopting_orphans()
+
+    def fork(self, arguments: Sequence[str], environment: dict[str, str]) -> "ForkedRank | None":
+        """``python -u ARGUMENTS`` as a child of this process, in a session of its own, with this process's standard
+        streams; None where a new interpreter is needed."""
+        if not self._left or list(arguments[: len(RANK_PROGRAM)]) != RANK_PROGRAM or not adopt_orphans():
+            return None
+        try:
+            self._channel.send((list(arguments[len(RANK_PROGRAM) :]), environment, self._changed_variables()))
+            rank = ForkedRank(self._channel.recv())
+        except (EOFError, OSError):  # say, an import failed there, or a fork would differ from a new process
+            self.close()
+            return None
+        self._left -= 1
+        if not self._left:
+            self.close()
+        return rank
+
+    def _changed_variables(self) -> dict[str, str | None]:
+        """The variables that have changed since the warm process was started; the user's code may have set them."""
+        names = {name for name in self._environment.keys() | os.environ.keys() if not name.startswith(_OF_LAUNCHERS)}
+        return {name: os.environ.get(name) for name in names if os.environ.get(name) != self._environment.get(name)}
+
+
+class ForkedRank:
+    """A child that this process has not started itself: with the methods of ``Popen`` that torch's launcher uses.
+
+    Raises:
+        ChildProcessError: it is no child of this process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, or minus the number of the signal that ended it; None while it runs."""
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # reaped, but a signal handler raised: the code is lost; Popen says 0, too
+                pid, status = self.pid, 0
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The same as ``poll``, once the rank has ended. Raises ``subprocess.TimeoutExpired`` if that takes longer."""
+        end = time.monotonic() + (math.inf if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a rank", timeout or 0)
+            time.sleep(_POLL)
+        return code
