@@ -171,7 +171,9 @@ def test_killed_at_random_moments_and_started_again(writer, tmp_path):
     assert writer.run(directory, "prepare") == 0
     random_moment = random.Random(0)
     cut_short = 0
-    for _ in range(20):
+    for tries in range(400):  # on a busy machine, most are over before a save has begun
+        if tries >= 20 and cut_short and directory.steps()[-1] > 3:
+            return
         pid = writer.start(directory, "forever")
         time.sleep(random_moment.uniform(0.005, 0.08))
         os.kill(pid, signal.SIGKILL)
@@ -179,5 +181,4 @@ def test_killed_at_random_moments_and_started_again(writer, tmp_path):
         check(directory)
         assert 1 in directory.steps()
         cut_short += bool(leftovers(directory))
-    assert cut_short > 0
-    assert directory.steps()[-1] > 3
+    pytest.fail(f"{cut_short} saves were cut short, and the newest step is {directory.steps()[-1]}")

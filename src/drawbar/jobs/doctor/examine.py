@@ -32,7 +32,7 @@ from drawbar.runtime.hub import hub_answers
 from drawbar.util.versions import TESTED, installed, untested_versions
 
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-TORCH_SECONDS = 60.0
+TORCH_SECONDS = 180.0
 """For importing torch on a busy machine, and for what it is asked; both usually take 3."""
 
 
