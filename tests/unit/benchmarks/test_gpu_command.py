@@ -89,6 +89,7 @@ def test_lengths_differ_and_stay_within_their_limits() -> None:
     assert Rows(3, 10).lengths() == [10, 10, 10]
 
 
+@pytest.mark.exhaustive
 def test_words_that_no_setting_has_cost_no_preparation(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     # in a process of its own, as --quick changes the environment

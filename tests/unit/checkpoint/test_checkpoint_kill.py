@@ -166,6 +166,7 @@ def test_killed_at_every_file_operation(writer, memory_path):
     assert {"step-.tmp", "step-.replaced", "step-.replaced.deleting", "step-.deleting", "best.json.tmp"} <= seen
 
 
+@pytest.mark.exhaustive
 def test_killed_at_random_moments_and_started_again(writer, tmp_path):
     directory = CheckpointDirectory(tmp_path / "checkpoints")
     assert writer.run(directory, "prepare") == 0

@@ -51,6 +51,7 @@ sys.exit(error.exit_code)
 """
 
 
+@pytest.mark.exhaustive
 def test_a_file_size_limit(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", WRITER, tmp_path, "1000000"], capture_output=True, text=True, check=False

@@ -62,6 +62,7 @@ def last_before_the_fault(actions: Iterator[dict[int, set[int]]]) -> dict[int, s
     raise AssertionError("the fault should have ended it")
 
 
+@pytest.mark.exhaustive
 def test_complete_or_absent_after_every_request(
     server: ObjectServer, store: ObjectStore, root: str, tmp_path: Path
 ) -> None:
