@@ -235,6 +235,7 @@ def check_model(project: Path, model: Path, expected: State) -> None:
     check_equal(found, {"lm_head.weight": found["lm_head.weight"], **expected})
 
 
+@pytest.mark.exhaustive
 def test_weights_of_a_dcp_folder_become_a_model_and_a_run_goes_on_under_fsdp(
     tmp_path: Path, fields: dict[str, Any], shape: str
 ) -> None:

@@ -125,6 +125,7 @@ def copy_half(runs: Path, name: str, copy: str) -> None:
     shutil.rmtree(runs / copy / "checkpoints" / "step-00000012")
 
 
+@pytest.mark.exhaustive
 def test_its_checkpoints_are_everybodys(project: Path) -> None:
     runs = project / "runs"
     fit_in(project, "checkpoint.every=6", "run.name=alone")

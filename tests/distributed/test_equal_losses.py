@@ -24,6 +24,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("micro_batch", ["1", "2", "8"])
 def test_micro_batch_does_not_change_the_losses(reference: Path, micro_batch: str) -> None:
     name = f"micro-{micro_batch}"

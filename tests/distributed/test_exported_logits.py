@@ -18,6 +18,8 @@ from drawbar.train.checkpoint_export import ExportFormat
 from harness import run_ranks
 from runs import fit_in
 
+pytestmark = pytest.mark.exhaustive
+
 LAYOUTS = ("whole", "parts")
 STRATEGIES = {
     "fsdp and tensor": ("parallel.strategy=fsdp", "parallel.tensor=2"),

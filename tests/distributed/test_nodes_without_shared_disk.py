@@ -99,6 +99,7 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_every_strategy_goes_on(tmp_path: Path, nodes: list[Path]) -> None:
     alone = make_project(tmp_path)
     fit_in(alone, "train.steps=4")

@@ -359,6 +359,7 @@ class FailsInCollate(drawbar.CausalLM):
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("task", "said"),
     [

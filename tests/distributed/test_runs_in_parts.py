@@ -161,6 +161,7 @@ def exchange(timeout: int) -> tuple[bool, str]:
         return received, reason
 
 
+@pytest.mark.exhaustive
 def test_messages_and_a_rank_that_says_nothing_any_more() -> None:
     (received, reason), _ = run_ranks(exchange, 2, 10)
     assert received

@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.append(str(DOCS))
 
@@ -21,6 +23,7 @@ def test_each_feature_works_alone() -> None:
         assert broken_rules(feature.settings) == [], feature.label
 
 
+@pytest.mark.exhaustive
 def test_the_page_says_what_the_rules_say() -> None:
     lines = render().splitlines()
     columns = next(line for line in lines if line.startswith("| | single")).split(" | ")[1:]

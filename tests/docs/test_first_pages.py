@@ -32,6 +32,7 @@ def test_every_command_of_the_first_run_runs(tmp_path: Path) -> None:
     assert len((tmp_path / "reviews" / "labelled.jsonl").read_text().splitlines()) > 1
 
 
+@pytest.mark.exhaustive
 def test_every_command_of_the_tutorial_runs_and_the_losses_are_the_same(tmp_path: Path) -> None:
     run_commands(TUTORIAL / "index.md", tmp_path)
     project = tmp_path / "spread"

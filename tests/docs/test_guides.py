@@ -57,6 +57,7 @@ def test_every_command_about_tasks_runs(tasks: Path) -> None:
         assert scores.keys() - {"step", "records"} == names, run
 
 
+@pytest.mark.exhaustive
 def test_predictions_are_merged_with_their_records(tasks: Path) -> None:
     for name, labels in (("labelled", {"positive", "negative"}), ("guessed", {"english", "german"})):
         found = lines(tasks / f"{name}.jsonl")

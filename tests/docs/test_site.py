@@ -22,6 +22,8 @@ from drawbar.config.io.fields import catalogue
 from drawbar.config.schema.run_config import run_config_type
 from drawbar.config.schema.task_sections import BUILT_IN_TASKS
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 API = DOCS / "reference" / "api.md"

@@ -316,6 +316,7 @@ def test_a_run_that_another_process_trains(finished: Path, tmp_path: Path) -> No
         check_refused(Case("locked", TRAIN, says), project)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case",
     [

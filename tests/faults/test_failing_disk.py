@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from drawbar.checkpoint.directory import CheckpointDirectory
+from exhaustive import params, some
 from faulty_disk import FaultyDisk
 from interrupted import InterruptedRun, checkpoints
 
@@ -34,7 +35,7 @@ def one_call(disk: FaultyDisk, dry: Path, calls: tuple[str, ...]) -> int:
     return random.randint(1, count)
 
 
-@pytest.mark.parametrize(("calls", "error"), FAULTS, ids=lambda found: str(found))
+@pytest.mark.parametrize(("calls", "error"), some(FAULTS, 2), ids=lambda found: str(found))
 def test_an_error_while_saving(
     calls: tuple[str, ...], error: int, interrupted: InterruptedRun, disk: FaultyDisk, tmp_path: Path
 ) -> None:
@@ -50,7 +51,7 @@ def test_an_error_while_saving(
     interrupted.check_goes_on(project)
 
 
-@pytest.mark.parametrize(("calls", "error"), FAULTS[::2], ids=lambda found: str(found))
+@pytest.mark.parametrize(("calls", "error"), params(FAULTS[::2], FAULTS[:1]), ids=lambda found: str(found))
 def test_a_run_that_is_to_warn_goes_on(
     calls: tuple[str, ...], error: int, interrupted: InterruptedRun, disk: FaultyDisk, tmp_path: Path
 ) -> None:

@@ -14,6 +14,8 @@ from conftest import make_project
 from harness import run_cli
 from messages import check_one_message
 
+pytestmark = pytest.mark.exhaustive
+
 TESTS = Path(__file__).parent.parent
 RUNS = {
     "checkpoint": ["checkpoint.every=10", "tracking.log_every=1000"],

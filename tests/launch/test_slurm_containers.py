@@ -13,6 +13,8 @@ from harness import wait_until
 from runs import fit_in, largest_difference, losses
 from slurm_cluster import SlurmCluster
 
+pytestmark = pytest.mark.exhaustive
+
 
 def test_an_interrupted_job_in_a_container_goes_on(
     slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

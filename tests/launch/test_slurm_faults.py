@@ -18,7 +18,7 @@ from harness import run_cli, wait_until
 from runs import losses, weights
 from slurm_cluster import SlurmCluster, kill_node, processes, start_node
 
-pytestmark = pytest.mark.timeout(600)  # the machine may be busy
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]  # the machine may be busy
 SECONDS = 300
 STEPS = 60
 PACED = '''

@@ -60,6 +60,7 @@ def test_two_nodes_train_as_one_process(slurm: SlurmCluster, tmp_path: Path, mon
     assert largest_difference(losses(project / "runs" / "alone"), found) < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_job_goes_on_and_a_cancelled_one_does_not(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Both at once, on nodes that they share."""
     settings = ("eval.every=null", "checkpoint.every=1000")

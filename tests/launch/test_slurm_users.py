@@ -9,6 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from conftest import make_project
 from harness import Finished, run_cli, wait_until
 from messages import check_one_message
@@ -106,6 +108,7 @@ def test_a_job_that_waits(slurm: SlurmCluster, project: Path) -> None:
     assert "runs/wide-lr1e-2\n" not in single
 
 
+@pytest.mark.exhaustive
 def test_cancelled_and_resumed(slurm: SlurmCluster, project: Path) -> None:
     user = User(slurm, project)
     number = user.submit(*FAR)
@@ -148,6 +151,7 @@ def test_cancelled_and_resumed(slurm: SlurmCluster, project: Path) -> None:
     assert (status["number"], status["state"], status["exit_code"]) == ("99999", "STOPPED", 75)
 
 
+@pytest.mark.exhaustive
 def test_a_sweep(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Its last element is interrupted: it goes back into the queue alone, though Slurm gives it the array's
     number."""
@@ -185,6 +189,7 @@ def test_a_sweep(slurm: SlurmCluster, tmp_path: Path) -> None:
     check_one_message(user.call("resume", number).err, f"{number} is complete")
 
 
+@pytest.mark.exhaustive
 def test_inside_an_allocation(slurm: SlurmCluster, project: Path) -> None:
     """At a terminal: the run starts there at once; srun on its own would make two runs of one."""
     drawbar = " ".join(DRAWBAR)

@@ -132,6 +132,7 @@ def test_when_one_host_loses_a_process_the_other_ends(sshd: Sshd, project: Path)
     assert "was killed by SIGKILL" in rank.output()
 
 
+@pytest.mark.exhaustive
 def test_hosts_that_cannot_start_are_all_named(sshd: Sshd, project: Path) -> None:
     hosts = ("--hosts", "gpu1:1,stranger:1,nobody:1,changed:1", "train.micro_batch=2")
     done = run_cli("submit", "config.yaml", *cluster(sshd, "mark-unreachable"), *hosts, cwd=project)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import click
+import pytest
 
 from drawbar.jobs.commands.doctor import lines
 from drawbar.launch.findings import Finding, Level, problem
@@ -61,6 +62,7 @@ def test_everything_that_is_wrong_is_told_at_once(project: Path) -> None:
     assert "canary" not in done.out + done.err
 
 
+@pytest.mark.exhaustive
 def test_a_hub_that_cannot_be_reached(project: Path) -> None:
     wrong = ["task.model=no-such-model", "task.from_scratch=null", "task.tokenizer=null"]
     command = [sys.executable, "-m", "drawbar", "doctor", "config.yaml", *wrong, "--json"]
@@ -82,6 +84,7 @@ def test_only_one_process_of_a_machine_speaks(project: Path) -> None:
     assert (done.code, done.out) == (0, "")
 
 
+@pytest.mark.exhaustive
 def test_on_a_terminal(project: Path) -> None:
     """Through a real one: sections, colours, and nothing left of the line that was shown meanwhile."""
     main, child = pty.openpty()

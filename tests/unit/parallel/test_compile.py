@@ -81,6 +81,7 @@ def compiling_processes(ranks: int) -> int:
     return inductor.compile_threads
 
 
+@pytest.mark.exhaustive
 def test_ranks_share_the_cores_to_compile() -> None:
     shared = 2 * usable_cores()
     assert run_ranks(compiling_processes, 1, shared) == [1]

@@ -184,6 +184,7 @@ def test_shapes_that_dtensor_looks_for_are_no_memory() -> None:
     assert exact.peak.bytes - low.peak.bytes == exact.optimizer - low.optimizer
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("project")
 def test_every_stage_of_a_pipeline_is_counted() -> None:
     settings = ["task.from_scratch.num_hidden_layers=8", "train.micro_batch=1", "precision=fp32"]
@@ -228,6 +229,7 @@ def test_a_run_that_finds_its_micro_batch_is_planned_with_one_that_fits() -> Non
     assert smaller.largest.rows == 8
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("project")
 def test_what_does_not_fit_fits_with_what_is_suggested() -> None:
     config = configure("parallel.strategy=ddp", "train.micro_batch=8", "task.cross_entropy=plain")

@@ -12,6 +12,8 @@ from drawbar.jobs.preflight import _judge, check_memory
 from drawbar.report.recorded_run import read_recorded_run
 from drawbar.util.run_dir import plan_file
 
+pytestmark = pytest.mark.exhaustive
+
 LLAMA = "{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2, vocab_size: 300}"
 
 

@@ -22,6 +22,8 @@ from parity_reports import parity_report
 from programs import need_programs
 from report_pages import HOSTILE
 
+pytestmark = pytest.mark.exhaustive
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 

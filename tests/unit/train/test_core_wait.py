@@ -33,6 +33,7 @@ def test_a_run_says_once_that_its_threads_wait(
     assert pools() == before
 
 
+@pytest.mark.exhaustive
 def test_threads_sleep_at_once_until_it_is_quiet_again(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = iter([0.01, 0.5, 0.4, *[0.01] * core_wait.QUIET_WINDOWS, 0.01])
     monkeypatch.setattr(core_wait.CoreWait, "share", lambda self: next(shares))

@@ -18,6 +18,8 @@ from harness import run_cli
 from points import Points, write_points
 from runs import fit_in, losses, weights
 
+pytestmark = pytest.mark.exhaustive
+
 HERE = Path(__file__).name
 TRAIN_ONLY = ("data.validation=null", "eval.every=null", "optim.warmup=0")
 
