@@ -44,6 +44,12 @@ def test_every_guest_enters_by_an_entry_point() -> None:
     assert knowing == []
 
 
+def test_a_guests_command_may_be_imported_first() -> None:
+    script = "import drawbar.plan.command, drawbar.cli as cli; assert 'plan' in cli.group.commands"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("left_out", params(LEFT_OUT, [set(GUESTS)]), ids=lambda names: "-".join(sorted(names)))
 def test_the_core_does_without(left_out: set[str], tmp_path: Path) -> None:
     copy = tmp_path / "installed" / "drawbar"

@@ -7,7 +7,8 @@ import sys
 import threading
 import time
 import traceback
-from functools import partial
+from collections.abc import MutableMapping
+from functools import cache, partial
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -40,6 +41,15 @@ CORE = (init, prepare, train, evaluate, predict, generate, export, runs, watch, 
 COMMANDS_GROUP = "drawbar.commands"
 
 
+@cache
+def _commands() -> dict[str, click.Command]:
+    """Every command by name, in the order of the help. They are imported when they are first asked for, and not before:
+    a module of one of them may be what imports this module."""
+    found = dict(load_points(COMMANDS_GROUP, "command")) | {str(command.name): command for command in CORE}
+    known = [name for names in Commands.SECTIONS.values() for name in names]
+    return {name: found[name] for name in (*known, *sorted(found.keys() - set(known))) if name in found}
+
+
 class Commands(click.Group):
     """The commands by what they are for; one that other programs have gets a hint."""
 
@@ -62,6 +72,14 @@ class Commands(click.Group):
         "init": ("new", "create"),
     }
     """Names that other trainers have, by what they are called here."""
+
+    @property
+    def commands(self) -> MutableMapping[str, click.Command]:
+        return _commands()
+
+    @commands.setter
+    def commands(self, none_yet: MutableMapping[str, click.Command]) -> None:
+        """click's own are empty."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return [command for commands in self._sections().values() for command in commands]
@@ -129,18 +147,6 @@ def group(local_rank: str | None) -> None:
             where="the command line",
             remedy="leave --local_rank out: drawbar reads LOCAL_RANK, which every launcher sets",
         )
-
-
-def _add_commands() -> None:
-    for command in CORE:
-        group.add_command(command)
-    for name, command in load_points(COMMANDS_GROUP, "command"):
-        if name not in group.commands:
-            group.add_command(command, name)
-    group.commands = {name: group.commands[name] for name in group.list_commands(click.Context(group))}
-
-
-_add_commands()
 
 
 def main(task: "type[Task]") -> None:

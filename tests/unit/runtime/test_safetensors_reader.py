@@ -143,7 +143,7 @@ def test_reading_a_part_takes_little_more_memory_than_the_part(tmp_path: Path) -
     save_file(large, tmp_path / "a.safetensors")
     ((sizes, rises),) = run_ranks(rise_while_reading, 1, str(tmp_path / "a.safetensors"))
     assert sizes["rows"] == sizes["columns"] == 16 * MIB
-    assert 15 * MIB < rises["rows"] < 32 * MIB
+    assert 8 * MIB < rises["rows"] < 32 * MIB  # some of it is memory that the first reading gave back
     assert rises["columns"] < (16 + 16 + 16) * MIB  # allocators keep some; the whole tensor has 128
     assert sizes["one after the other"] == 128 * MIB
     assert rises["one after the other"] < (128 + 8) * MIB
