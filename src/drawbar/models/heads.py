@@ -74,9 +74,9 @@ HEADS: dict[Head, HeadKind] = {
 COUNTS_FROM_PAD = {"roberta", "xlm-roberta", "camembert"}
 """Families that number positions from the pad token's id plus one; every pad token's position is that id."""
 
-SEES_PADDING = {"big_bird", "canine", "convbert", "fnet", "mobilebert", "nystromformer", "prophetnet", "xlnet", "yoso"}
+SEES_PADDING = {"big_bird", "canine", "convbert", "fnet", "mobilebert", "nystromformer", "prophetnet", "yoso"}
 """Families that compute a sample otherwise beside a longer one, whatever the mask says: they mix neighbours without it,
-choose what to attend to by the row's length or, as XLNet's classifier, look at the row's last token."""
+or choose what to attend to by the row's length."""
 NOT_CAUSAL = {"cpmant", "xlnet"}
 """Families that transformers builds for next-token prediction, and that look at later tokens unless they get more than
 tokens: XLNet's perm_mask, say."""
@@ -163,7 +163,10 @@ def sees_neighbours(model: nn.Module, length: int) -> bool:
     tokens. Rotary embeddings of the kind longrope have one scale for short batches, and another one for long ones."""
     config = getattr(model, "config", None)
     limit = _longest_unscaled(config, "longrope")
-    return getattr(config, "model_type", None) in SEES_PADDING or (limit is not None and length > limit)
+    if getattr(config, "model_type", None) in SEES_PADDING or (limit is not None and length > limit):
+        return True
+    # XLNet's classifier looks at the row's last token
+    return any(getattr(module, "summary_type", None) == "last" for module in model.modules())
 
 
 def _longest_unscaled(config: Any, kind: str) -> int | None:
