@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 
 
 def evenly(cases: Iterable[Any], count: int) -> list[Any]:
@@ -18,7 +17,7 @@ def evenly(cases: Iterable[Any], count: int) -> list[Any]:
     return [known[round(number * (len(known) - 1) / (count - 1))] for number in range(count)]
 
 
-def params(cases: Iterable[Any], often: Collection[Any]) -> list[ParameterSet]:
+def params(cases: Iterable[Any], often: Collection[Any]) -> list[Any]:
     """Every case for ``parametrize``, those that are not among ``often`` with the mark. A tuple is several values."""
     return [
         pytest.param(
@@ -28,7 +27,7 @@ def params(cases: Iterable[Any], often: Collection[Any]) -> list[ParameterSet]:
     ]
 
 
-def some(cases: Iterable[Any], count: int) -> list[ParameterSet]:
+def some(cases: Iterable[Any], count: int) -> list[Any]:
     """Every case, and all but ``count`` of them with the mark."""
     known = list(cases)
     return params(known, evenly(known, count))

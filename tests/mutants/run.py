@@ -60,7 +60,8 @@ def run_tests(source: Path, folder: Path, tests: Sequence[str], limit: float) ->
     """Run tests with the code in ``source``: a verdict, and what it rests on. Raises Stale where there is no test."""
     environment = {**os.environ, "PYTHONPATH": str(source)}  # what the tests start finds it, too
     check_is_imported(source, environment)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}", *tests]
+    pytest = [sys.executable, "-m", "pytest", "-m", "", "-x", "-q", "-p", "no:cacheprovider"]  # also what is long
+    command = [*pytest, f"--basetemp={folder}", *tests]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import Any
@@ -12,6 +13,7 @@ def installed_points(group: str) -> list[EntryPoint]:
     return [point for point in entry_points(group=group) if not _is_left_out(point)]
 
 
+@cache  # every search looks at all installed packages, which a shared disk may take long for
 def left_out_folders(group: str) -> dict[str, str]:
     """By the names of the other entry points of the group: the folder of drawbar's that is not there."""
     return {point.name: _folder(point) for point in entry_points(group=group) if _is_left_out(point)}
