@@ -39,7 +39,7 @@ def measure(options: Options) -> Report:
             row["÷ torch"] = ratio(seconds, [one["seconds"] for one in found[f"torch {twin}"]])
         rows.append(row)
     report.tables.append(Table(f"{found[contenders[0]][0]['weights']:,} weights in fp32", rows))
-    report.notes.append("torch's Muon and Adafactor differ from drawbar's in what they compute: see docs/tasks.md.")
+    report.notes.append("torch's Muon and Adafactor differ from drawbar's in what they compute.")
     report.checks.append(Check("AdamW: time ÷ torch's fused", rows[0]["÷ torch"].median, 1.05, False))
     return report
 
