@@ -194,15 +194,15 @@ def test_a_sweep_is_no_run(tmp_path: Path) -> None:
     place = {name: str(tmp_path / "sweep" / name) for name in ("workdir", "log", "script")}
     jobs = [
         JobRecord(
-            f"9_{index}", 1.0, f"lr-{index}", str(tmp_path / f"lr-{index}"), **place,
+            f"900_{index}", 1.0, f"lr-{index}", str(tmp_path / f"lr-{index}"), **place,
             nodes=1, processes=1, arguments=(), launcher="slurm", sweep="sweep",
         )
         for index in range(2)
     ]  # fmt: skip
     append_records(jobs)
-    done = watch(tmp_path, "9")
+    done = watch(tmp_path, "900")
     assert done.code == 2
-    check_one_message(done.err, "9 is a sweep of 2 runs", "lr-0")
+    check_one_message(done.err, "900 is a sweep of 2 runs", "lr-0")
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:
