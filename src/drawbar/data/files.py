@@ -65,7 +65,7 @@ def _ending(name: str) -> str:
 @cache  # many files have one ending, and a look at all packages is slow; errors are not cached
 def _reader_of_ending(ending: str) -> type[FileReader]:
     """Raises LookupError where no reader has this ending, and UserError where it cannot be imported."""
-    if ending not in READERS.names():
+    if ending not in READERS:
         raise LookupError(ending)
     return find_class(READERS, FileReader, ending, "data")
 

@@ -8,7 +8,6 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +18,7 @@ from drawbar.data.cache import content_key
 from drawbar.data.sources import Record
 from drawbar.errors import UserError
 from drawbar.tasks.task import Task
+from drawbar.util.versions import installed
 
 _PROGRAM = ("__main__", "__mp_main__")
 _OTHERS = tuple(f"{folder}{os.sep}" for folder in NOT_OF_A_PROJECT)
@@ -184,7 +184,7 @@ def cache_inputs(task: Task, train: bool) -> dict[str, str] | None:
         **settings,
         **code,
         "the code of drawbar": _drawbar_digest(filter(_is_of_drawbar, _modules(task))),
-        **{name: version(name) for name in LIBRARIES},
+        **{name: str(installed(name)) for name in LIBRARIES},
     }
 
 

@@ -17,6 +17,6 @@ def task_class(name: str) -> type[Task]:
 def is_named(task: Task) -> bool:
     """Whether ``task.type`` names this task's class: a script may train a class of its own under another's name."""
     name = task.config.type
-    if name in TASKS.names():
+    if name in TASKS:
         return task_class(name) is type(task)
     return name.rpartition(":")[2] == type(task).__qualname__

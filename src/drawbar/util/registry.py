@@ -70,6 +70,10 @@ class Registry(Generic[T]):
         self._loaded[name] = self._load(points[0], where)
         return self._loaded[name]
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is one of this name; installed packages are searched last."""
+        return name in self._registered or name in self._lazy or name in self.names()
+
     def names(self) -> list[str]:
         """All names: those that are registered, then those of installed packages."""
         installed = sorted(point.name for point in installed_points(self.group))

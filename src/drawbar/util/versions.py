@@ -1,5 +1,6 @@
 """The versions of libraries that drawbar is tested with."""
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import InvalidVersion, Version
@@ -15,6 +16,7 @@ TESTED = {
 ``make test-newest``."""
 
 
+@cache  # a search reads the metadata of the package
 def installed(library: str) -> str | None:
     """Its version; None where it is not installed."""
     try:

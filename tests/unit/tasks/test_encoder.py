@@ -46,6 +46,7 @@ def encode_there(pickled: bytes) -> list[Any]:
     return [pickle.loads(pickled)(record) for record in RECORDS]
 
 
+@pytest.mark.exhaustive
 def test_another_process_encodes_the_same() -> None:
     task = classification()
     task.has_labels = True
@@ -150,6 +151,7 @@ def load(folder: Path, name: str) -> type[Task]:
     return module.Own
 
 
+@pytest.mark.exhaustive
 def test_the_code_beside_a_task_matters(records: Any, tmp_path: Path) -> None:
     folder = tmp_path / "own"
     folder.mkdir()
@@ -281,7 +283,7 @@ def test_files_that_a_task_declares_matter(records: Any, tmp_path: Path, monkeyp
 
 def test_the_versions_of_libraries_matter(records: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = samples_key(classification(), records, True)
-    monkeypatch.setattr(encoder, "version", lambda library: f"{library} 9.9")
+    monkeypatch.setattr(encoder, "installed", lambda library: f"{library} 9.9")
     assert samples_key(classification(), records, True) != before
 
 

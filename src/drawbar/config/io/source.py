@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,9 @@ class _Constructor(RoundTripConstructor):
 _Constructor.add_constructor("tag:yaml.org,2002:timestamp", RoundTripConstructor.construct_yaml_str)
 
 
+@lru_cache(maxsize=64)  # a run reads its config.yaml several times, and ruamel takes a millisecond a line
 def parse_yaml(text: str) -> Any:
-    """One YAML 1.2 document, with line numbers. Raises ruamel's YAMLError."""
+    """One YAML 1.2 document, with line numbers; callers must not change it. Raises ruamel's YAMLError."""
     yaml = YAML()
     yaml.Constructor = _Constructor
     try:

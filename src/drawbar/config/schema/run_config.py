@@ -170,7 +170,7 @@ def _known_strategy(name: str) -> str:
     try:
         find_strategy(name)
     except UserError as error:
-        if ":" in name or name in STRATEGIES.names():  # it is registered, and cannot be imported
+        if ":" in name or name in STRATEGIES:  # it is registered, and cannot be imported
             raise ValueError(f"{error.what}; {error.remedy}") from error
         raise PydanticCustomError("unknown_strategy", "no such strategy") from error
     return name
