@@ -3,8 +3,9 @@
     python tests/mutants/run.py [--only TEXT]... [--jobs N] [--tests PATH]... [--minutes N]
 
 Each fault of ``faults.yaml`` is planted in a copy of ``src/``, and the tests that are named beside it run with that
-copy, up to the first that fails. The tests have to pass without a fault: what fails anyway kills all of them. A test
-that is skipped here, for want of a GPU or of Slurm, notices nothing.
+copy, up to the first that fails: those of ``make test``, and, where they all pass, those of ``make exhaustive``. The
+tests have to pass without a fault: what fails anyway kills all of them. A test that is skipped here, for want of a GPU
+or of Slurm, notices nothing.
 """
 
 import argparse
@@ -24,10 +25,12 @@ from pathlib import Path
 
 from faults import ROOT, SOURCE, Fault, Stale, all_faults
 
-KILLED, SURVIVED, STALE, TIMED_OUT = "killed", "SURVIVED", "stale", "timed out"
-NOTICED = (KILLED, TIMED_OUT)
+KILLED, KILLED_LATER, SURVIVED, STALE, TIMED_OUT = "killed", "exhaustive", "SURVIVED", "stale", "timed out"
+NOTICED = (KILLED, KILLED_LATER, TIMED_OUT)
 """A suite that hangs does not pass either."""
-PASSED, FAILED, INTERRUPTED = 0, 1, 2
+MARKS = {"not exhaustive": KILLED, "exhaustive": KILLED_LATER}
+"""By what pytest's ``-m`` selects, ``make test`` and ``make exhaustive``: what a test of it makes of a fault."""
+PASSED, FAILED, INTERRUPTED, NO_TESTS = 0, 1, 2, 5
 """Exit codes of pytest; the third is that of tests that cannot be imported, too."""
 SECONDS_TO_END = 60
 
@@ -60,22 +63,29 @@ def run_tests(source: Path, folder: Path, tests: Sequence[str], limit: float) ->
     """Run tests with the code in ``source``: a verdict, and what it rests on. Raises Stale where there is no test."""
     environment = {**os.environ, "PYTHONPATH": str(source)}  # what the tests start finds it, too
     check_is_imported(source, environment)
-    pytest = [sys.executable, "-m", "pytest", "-m", "", "-x", "-q", "-p", "no:cacheprovider"]  # also what is long
-    command = [*pytest, f"--basetemp={folder}", *tests]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        output, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        end(process)
-        return TIMED_OUT, f"after {limit:.0f} s"
-    if process.returncode == PASSED:
-        return SURVIVED, output.strip().splitlines()[-1]
-    if process.returncode not in (FAILED, INTERRUPTED):
-        raise Stale(f"its tests cannot be run: {output.strip()[-500:]}")
-    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
-    return KILLED, found[1] if found else output.strip()[-500:]
+    survived = ""
+    for selected, verdict in MARKS.items():
+        pytest = [sys.executable, "-m", "pytest", "-m", selected, "-x", "-q", "-p", "no:cacheprovider"]
+        process = subprocess.Popen(
+            [*pytest, f"--basetemp={folder}", *tests],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            end(process)
+            return TIMED_OUT, f"after {limit:.0f} s"
+        if process.returncode in (FAILED, INTERRUPTED):
+            found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
+            return verdict, found[1] if found else output.strip()[-500:]
+        if process.returncode not in (PASSED, NO_TESTS):
+            raise Stale(f"its tests cannot be run: {output.strip()[-500:]}")
+        survived = output.strip().splitlines()[-1]
+    return SURVIVED, survived
 
 
 def check_is_imported(source: Path, environment: dict[str, str]) -> None:
@@ -100,10 +110,16 @@ def end(process: "subprocess.Popen[str]") -> None:
 def summary(outcomes: Sequence[Outcome]) -> str:
     """By area: how many of how many are noticed."""
     total = Counter(outcome.fault.area for outcome in outcomes)
+    often = Counter(outcome.fault.area for outcome in outcomes if outcome.verdict == KILLED)
     noticed = Counter(outcome.fault.area for outcome in outcomes if outcome.verdict in NOTICED)
-    rows = [f"{area:14} {noticed[area]:3} of {count}" for area, count in total.items()]
+    rows = [
+        f"{area:14} {often[area]:3} by `make test`, {noticed[area]:3} by all tests, of {count}"
+        for area, count in total.items()
+    ]
     verdicts = Counter(outcome.verdict for outcome in outcomes)
-    counts = ", ".join(f"{verdicts[one]} {one}" for one in (KILLED, TIMED_OUT, SURVIVED, STALE) if verdicts[one])
+    counts = ", ".join(
+        f"{verdicts[one]} {one}" for one in (KILLED, KILLED_LATER, TIMED_OUT, SURVIVED, STALE) if verdicts[one]
+    )
     return "\n".join([*rows, f"{len(outcomes)} faults: {counts}"])
 
 
@@ -124,7 +140,7 @@ def main() -> None:
         for future in as_completed(begun):
             outcome = future.result()
             outcomes.append(outcome)
-            print(f"{outcome.verdict:9} {outcome.seconds:5.0f} s  {outcome.fault.name}: {outcome.detail}", flush=True)
+            print(f"{outcome.verdict:10} {outcome.seconds:5.0f} s  {outcome.fault.name}: {outcome.detail}", flush=True)
     print(summary(sorted(outcomes, key=lambda outcome: chosen.index(outcome.fault))))
     sys.exit(any(outcome.verdict not in NOTICED for outcome in outcomes))
 
