@@ -10,18 +10,21 @@ import pytest
 
 
 def evenly(cases: Iterable[Any], count: int) -> list[Any]:
-    """``count`` (at least 2) of the cases, the first and the last among them."""
+    """``count`` of the cases: the first, the last, and some between them."""
     known = list(cases)
-    if len(known) <= count:
-        return known
+    if len(known) <= count or count == 1:
+        return known[:count]
     return [known[round(number * (len(known) - 1) / (count - 1))] for number in range(count)]
 
 
 def params(cases: Iterable[Any], often: Collection[Any]) -> list[Any]:
-    """Every case for ``parametrize``, those that are not among ``often`` with the mark. A tuple is several values."""
+    """Every case for ``parametrize``, those that are not among ``often`` with the mark. A tuple is several values;
+    a ``pytest.param`` keeps its name."""
     return [
         pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), marks=() if case in often else pytest.mark.exhaustive
+            *(getattr(case, "values", case) if isinstance(case, tuple) else (case,)),
+            id=getattr(case, "id", None),
+            marks=() if case in often else pytest.mark.exhaustive,
         )
         for case in cases
     ]

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -52,6 +53,7 @@ def look(fault: str, folder: str) -> dict[str, Any]:
     return {"said": said, "nodes": world.nodes}
 
 
+@pytest.mark.exhaustive
 def test_a_sum_that_is_right(tmp_path: Path) -> None:
     first, *others = run_ranks(look, 3, "none", str(tmp_path))
     assert first["nodes"] == ("n1", "n2", "n3")
@@ -62,6 +64,7 @@ def test_a_sum_that_is_right(tmp_path: Path) -> None:
     assert not (tmp_path / "launch").exists()
 
 
+@pytest.mark.exhaustive
 def test_the_node_at_fault_is_named(tmp_path: Path) -> None:
     for fault, says in {
         "sends": "what rank 1 on n2 sends arrives wrong",

@@ -60,6 +60,7 @@ def deepspeed(*arguments: str, cwd: Path, fate: str = "", port: int | None = Non
     return run_deepspeed("--quiet", *chosen, *arguments, cwd=cwd, env={"FATE": fate})
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_two_nodes_that_goes_on_on_one(mine: Path, fit: Fit) -> None:
     """Both nodes are this machine. A scheduler's signal to one rank saves the run, and the launchers say so."""
     (mine / "hosts").write_text("one slots=1\ntwo slots=1\n")

@@ -98,6 +98,7 @@ def check_equal(results: list[Result | str], cases: Cases) -> None:
         assert result.verdict == "equal", (case, result)
 
 
+@pytest.mark.exhaustive
 def test_stages_compute_what_one_process_computes(folder: Path) -> None:
     check_equal(run_ranks(compare, 2, str(folder), TWO, timeout=400)[0], TWO)
 

@@ -107,6 +107,7 @@ def _train(case: str, node: int, watch: node_check.NodeWatch) -> None:
             watch._report_silent_nodes()
 
 
+@pytest.mark.exhaustive
 def test_the_nodes_look_at_one_another(tmp_path: Path) -> None:
     found = run_ranks(take_part, len(NAMES), str(tmp_path), timeout=240)
 
@@ -159,6 +160,7 @@ def test_a_node_that_comes_late_blames_nobody(tmp_path: Path, monkeypatch: pytes
     assert list(bad_nodes(tmp_path, "drawbar-7")) == ["n2"]
 
 
+@pytest.mark.exhaustive
 def test_a_stranger_at_the_port_is_no_hang(tmp_path: Path) -> None:
     """It accepts, and never answers; as the process ends itself then, it is one of its own."""
     with socket.create_server(("127.0.0.1", 0)) as server:

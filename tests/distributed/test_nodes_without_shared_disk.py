@@ -114,6 +114,7 @@ def test_every_strategy_goes_on(tmp_path: Path, nodes: list[Path]) -> None:
         assert largest_difference(expected, found) < 1e-5, settings
 
 
+@pytest.mark.exhaustive
 def test_the_model_of_another_run_is_sent_to_the_other_nodes(tmp_path: Path, nodes: list[Path]) -> None:
     fit_in(nodes[0], "run.name=before", "train.steps=3")
     tuned = ["parallel.strategy=fsdp", "task.model=runs/before@latest", "task.from_scratch=null", "task.tokenizer=null"]

@@ -239,6 +239,7 @@ def compare_with_faults(folder: str) -> dict[str, list[Result]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_planted_faults_are_caught_and_named(project: Path) -> None:
     text = (project / "config.yaml").read_text()
     begin, end = text.index("task:"), text.index("data:")

@@ -13,6 +13,8 @@ from drawbar.parity.recorder import unequal_weights
 from harness import run_ranks
 from runs import fit_in, losses
 
+pytestmark = pytest.mark.exhaustive
+
 GPT2 = "{n_embd: 16, n_layer: 2, n_head: 2, n_positions: 64, resid_pdrop: 0.2, embd_pdrop: 0.2, attn_pdrop: 0.2}"
 SETTINGS = ("train.steps=4", "checkpoint.every=2", "eval.every=null", "train.micro_batch=2")
 LAYOUTS = {

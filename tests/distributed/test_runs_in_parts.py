@@ -112,6 +112,7 @@ def fork(folder: str) -> None:
             fit_in(Path(folder), *settings, resume="2", fork=f"{name}-fork")
 
 
+@pytest.mark.exhaustive
 def test_a_fork_begins_from_either(project: Path, tmp_path: Path) -> None:
     copy = tmp_path / "project"
     shutil.copytree(project, copy)

@@ -15,6 +15,7 @@ from drawbar.config.schema.run_config import ParallelSection
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
+from exhaustive import some
 from harness import run_ranks
 from runs import fit_in, largest_difference, losses, weights
 from tiny import CPU, Numbers, random_step, tiny_config, unchecked_engine
@@ -138,7 +139,7 @@ def train_experts(folder: str, task: type[drawbar.Task]) -> None:
     assert "ddp" in (error.value.remedy or "")
 
 
-@pytest.mark.parametrize("task", [Experts, ExpertBlocks])
+@pytest.mark.parametrize("task", some([Experts, ExpertBlocks], 1))
 def test_ranks_of_fsdp_that_use_different_parts_of_one_size_are_stopped(
     tmp_path: Path, task: type[drawbar.Task]
 ) -> None:

@@ -30,6 +30,7 @@ from benchmarks.peers.workload import Settings, Workload, prepare
 from benchmarks.sst2_accuracy import compare as compare_accuracies
 
 
+@pytest.mark.exhaustive
 def test_losses_are_those_of_transformers_trainer_and_of_a_loop_by_hand(tmp_path: Path) -> None:
     """Acceptance: the same samples in the same order, fp32: within 1e-3; here it is the last digits of fp32."""
     data = {
@@ -94,6 +95,7 @@ def test_accuracies_are_compared(tmp_path: Path) -> None:
     assert all(0 <= result[split] <= 1 for result in results for split in ("dev", "test"))
 
 
+@pytest.mark.exhaustive
 def test_formats_of_moments_are_compared(tmp_path: Path) -> None:
     losses = moments_accuracy.compare(1, 3, tmp_path, ("data.limit={train: 3, validation: 1}",))
     assert losses[moments_accuracy.STOCHASTIC] != losses[moments_accuracy.NEAREST]
@@ -127,6 +129,7 @@ def test_the_page_of_figures_is_up_to_date() -> None:
     assert page.read_text("utf-8") == performance_page.render(), "run `make docs`"
 
 
+@pytest.mark.exhaustive
 def test_a_part_ends_on_the_page(tmp_path: Path) -> None:
     """W10 at 8 and 64 ranks: measured, written, drawn and shown as the whole suite is."""
     options = Options(tmp_path, rounds=1, quick=True, run=in_this_process)

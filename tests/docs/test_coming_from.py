@@ -53,6 +53,7 @@ def walked(page: Path, job: Path, folder: Path) -> str:
     return printed
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["trainer", "lightning", "accelerate", "deepspeed"])
 def test_the_job_is_the_same_job(name: str, job: Path, tmp_path: Path) -> None:
     printed = walked(PAGES / f"{name}.md", job, tmp_path)
@@ -68,6 +69,7 @@ def test_the_job_is_the_same_job(name: str, job: Path, tmp_path: Path) -> None:
         assert (ours[name] - weight).norm() < 1e-3 * learned.norm(), name
 
 
+@pytest.mark.exhaustive
 def test_torchtitan(job: Path, tmp_path: Path) -> None:
     """Its side is Python; ours runs."""
     page = PAGES / "torchtitan.md"

@@ -14,6 +14,7 @@ from drawbar.config.rules.parallel_rules import PARALLEL  # noqa: E402
 from drawbar.parity.cases import PARALLEL_OPTIONS  # noqa: E402
 
 
+@pytest.mark.exhaustive
 def test_the_page_is_current() -> None:
     assert (DOCS / "compatibility.md").read_text(encoding="utf-8") == render(), "run `make docs`"
 

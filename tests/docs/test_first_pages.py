@@ -69,6 +69,7 @@ def test_all_layouts_came_to_the_same_losses(measured: dict[str, list[dict[str, 
             assert rank["losses"] == pytest.approx(wanted, rel=1e-6), name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["fsdp", "tensor=4, sequence"])
 def test_the_numbers_can_be_measured_again(name: str, measured: dict[str, list[dict[str, object]]]) -> None:
     for found, wanted in zip(measure_all([name])[name], measured[name], strict=True):

@@ -67,6 +67,7 @@ def test_predictions_are_merged_with_their_records(tasks: Path) -> None:
         "id", "text", "label", "prediction"}  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_what_was_wrong_leaves_nothing_behind(tasks: Path) -> None:
     assert not (tasks / "runs" / "mean").exists()
     assert not list((tasks / "adapter").glob("model*"))

@@ -19,6 +19,7 @@ import drawbar
 from docs.made_up import write_data
 from docs.pages import blocks, write_files
 from drawbar.errors import ExitCode, UserError
+from exhaustive import some
 from runs import metrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -183,7 +184,7 @@ def test_every_event_comes_in_its_turn() -> None:
 
 
 @pytest.mark.usefixtures("project")
-@pytest.mark.parametrize(("event", "step"), [("start", 0), ("step", 1), ("evaluate", 3), ("end", 4)])
+@pytest.mark.parametrize(("event", "step"), some([("start", 0), ("step", 1), ("evaluate", 3), ("end", 4)], 2))
 def test_a_callback_that_fails_is_named_and_costs_no_step(event: str, step: int) -> None:
     events = Events(fail_in=event)
     settings = ("train.steps=4", "eval.every=3")

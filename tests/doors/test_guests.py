@@ -50,6 +50,7 @@ def test_a_guests_command_may_be_imported_first() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("left_out", params(LEFT_OUT, [set(GUESTS)]), ids=lambda names: "-".join(sorted(names)))
 def test_the_core_does_without(left_out: set[str], tmp_path: Path) -> None:
     copy = tmp_path / "installed" / "drawbar"

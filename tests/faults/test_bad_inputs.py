@@ -19,6 +19,7 @@ import drawbar
 from conftest import make_project
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
+from exhaustive import some
 from harness import Finished, run_cli, run_ranks
 from messages import check_one_message
 from runs import weights
@@ -297,7 +298,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in OF_A_RUN])
+@pytest.mark.parametrize("case", some([pytest.param(case, id=case.name) for case in OF_A_RUN], 5))
 def test_a_run_stays_as_it_is(case: Case, finished: Path, tmp_path: Path) -> None:
     project = tmp_path / "project"
     shutil.copytree(finished, project)
@@ -379,6 +380,7 @@ def taken_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
+@pytest.mark.exhaustive
 def test_a_port_that_is_taken(taken_port: int, project: Path) -> None:
     says = ("rank 0 could not meet", "address already in use", str(taken_port), "no other program uses that port")
     arguments = (*TRAIN, "launch.timeout=10")

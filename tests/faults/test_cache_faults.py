@@ -195,6 +195,7 @@ def test_waiting_for_a_stopped_process_ends(tmp_path: Path) -> None:
     assert len(calls(encoder)) == 60
 
 
+@pytest.mark.exhaustive
 def test_a_bad_record_fails_all_at_once(tmp_path: Path) -> None:
     encoder = Encoder(tmp_path / "calls", bad=55)
     processes = start(tmp_path, 3, encoder)
@@ -230,6 +231,7 @@ except UserError as error:
 """
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk(tmp_path: Path) -> None:
     """4 MB of samples for a disk of 3 MB, in a mount name space of its own."""
     inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]

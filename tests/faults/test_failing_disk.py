@@ -35,7 +35,7 @@ def one_call(disk: FaultyDisk, dry: Path, calls: tuple[str, ...]) -> int:
     return random.randint(1, count)
 
 
-@pytest.mark.parametrize(("calls", "error"), some(FAULTS, 2), ids=lambda found: str(found))
+@pytest.mark.parametrize(("calls", "error"), some(FAULTS, 1), ids=lambda found: str(found))
 def test_an_error_while_saving(
     calls: tuple[str, ...], error: int, interrupted: InterruptedRun, disk: FaultyDisk, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def lose_the_disk(project: Path) -> None:
     shutil.rmtree(project / "runs")
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_on_a_machine_that_has_nothing(
     server: ObjectServer, remote: str, folder: str, whole: Path, project: Path, run: Path, fit: Fit
 ) -> None:

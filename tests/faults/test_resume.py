@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from conftest import make_project, write_text
+from exhaustive import some
 from harness import kill_when_logged, run_cli, start_cli
 from runs import largest_difference, losses, metrics, scores, weights
 
@@ -36,7 +37,7 @@ SETTINGS = ("task.type=ledger:Ledger", "train.steps=60", "checkpoint.every=7", "
 DROPOUT = "task.from_scratch.attention_dropout=0.1"  # so that the generators' state matters
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=some([1, 2], 1))
 def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     project = make_project(tmp_path_factory.mktemp(f"whole-{request.param}"))
     (project / "ledger.py").write_text(LEDGER)

@@ -95,6 +95,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project
 
 
+@pytest.mark.exhaustive
 def test_each_record_once_an_epoch_though_killed_three_times(whole: Path, tmp_path: Path) -> None:
     project = make_shards(tmp_path)
     chance = random.Random()  # a new place each time: every one must work

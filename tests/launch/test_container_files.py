@@ -91,6 +91,7 @@ def test_docker_images_run_as_a_user_of_their_own() -> None:
     assert "ENTRYPOINT" not in dict(found)
 
 
+@pytest.mark.exhaustive
 def test_what_is_copied_is_a_whole_package(tmp_path: Path) -> None:
     """The wheel made of the copied files alone has every file of the package, templates and types too."""
     copied = [words for name, text in instructions() if name == "COPY" for words in text.split()[:-1]]

@@ -334,6 +334,7 @@ def call(*arguments: str, cwd: Path, **environ: str) -> Finished:
     return run_cli(*arguments, cwd=cwd, env={**known, **environ})
 
 
+@pytest.mark.exhaustive
 def test_what_the_files_know_needs_no_slurm(tmp_path: Path) -> None:
     assert call("jobs", cwd=tmp_path).out == "no jobs\n"
     old, done = record("7", tmp_path / "runs" / "old"), record("8", tmp_path / "runs" / "tiny", time=time.time())

@@ -72,6 +72,7 @@ def finish(follower: "subprocess.Popen[str]") -> Finished:
     return Finished(follower.returncode, out, err)
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_waits(slurm: SlurmCluster, project: Path) -> None:
     user = User(slurm, project)
     number = user.submit("cluster.options={hold: true}")
@@ -214,6 +215,7 @@ def test_inside_an_allocation(slurm: SlurmCluster, project: Path) -> None:
     assert len(losses(project / "runs" / "shell")) == 4
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_in_an_allocation_saves(slurm: SlurmCluster, project: Path) -> None:
     command = [*DRAWBAR, "submit", "config.yaml", "--to", "slurm", *FAR]
     said = at_a_terminal(slurm, project, "salloc", "bash", "-c", f"{' '.join(command)}; echo code: $?", until="step 3/")

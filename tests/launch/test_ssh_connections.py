@@ -123,6 +123,7 @@ def test_a_host_that_fails_ends_all_with_its_code(sshd: Sshd, tmp_path: Path) ->
     assert sorted(line for line in launched.output().splitlines() if "ready" in line) == ["gpu1: ready", "gpu2: ready"]
 
 
+@pytest.mark.exhaustive
 def test_a_lost_connection_ends_all(sshd: Sshd, tmp_path: Path) -> None:
     with launch(sshd, tmp_path) as launched:
         os.kill(sshd.sessions()[0], signal.SIGKILL)
@@ -131,6 +132,7 @@ def test_a_lost_connection_ends_all(sshd: Sshd, tmp_path: Path) -> None:
     assert "fix:" in launched.output()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("which", ["parent", "worker"])
 def test_what_drawbar_runs_on_a_host_is_killed(sshd: Sshd, tmp_path: Path, which: str) -> None:
     with launch(sshd, tmp_path) as launched:
@@ -143,6 +145,7 @@ def test_what_drawbar_runs_on_a_host_is_killed(sshd: Sshd, tmp_path: Path, which
     assert "error: lost the host gpu" in launched.output()
 
 
+@pytest.mark.exhaustive
 def test_a_launcher_that_says_nothing_counts_as_gone(sshd: Sshd, tmp_path: Path) -> None:
     with launch(sshd, tmp_path, patience=2) as launched:
         launched.process.send_signal(signal.SIGSTOP)

@@ -106,6 +106,7 @@ def test_a_run_over_ssh_is_a_job(ssh_job: SshJob) -> None:
     assert again.out == (ssh_job.project / "runs" / "tiny" / "launch" / f"job-{number}.sh").read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_being_trained_is_not_submitted_again(ssh_job: SshJob) -> None:
     again = run_cli(*ssh_job.command, cwd=ssh_job.project, env=ssh_job.environ)
     assert again.code == 2
@@ -119,6 +120,7 @@ def test_how_it_failed_is_known_afterwards(ssh_job: SshJob) -> None:
     assert {"state": "FAILED", "exit_code": 3, "detail": "exit code 3"}.items() <= ssh_job.status().items()
 
 
+@pytest.mark.exhaustive
 def test_a_submitting_process_that_is_killed_is_told(ssh_job: SshJob) -> None:
     os.kill(ssh_job.process.pid or 0, signal.SIGKILL)
     ssh_job.process.join()

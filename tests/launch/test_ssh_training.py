@@ -154,6 +154,7 @@ def test_hosts_that_cannot_start_are_all_named(sshd: Sshd, project: Path) -> Non
     assert not (project / "runs").exists()
 
 
+@pytest.mark.exhaustive
 def test_what_a_host_lacks_is_told_with_its_name(sshd: Sshd, project: Path) -> None:
     command = ("submit", "config.yaml", *cluster(sshd, "mark-lacks"))
     elsewhere = project / "a" / "disk of its own"

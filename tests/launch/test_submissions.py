@@ -96,6 +96,7 @@ def queue(project: Path) -> Queue:
     return Queue(project)
 
 
+@pytest.mark.exhaustive
 def test_a_job_trains_what_was_submitted(queue: Queue) -> None:
     """Whatever the file says when the job starts, or starts again."""
     queue.submit("run.name=one", "optim.warmup=3")

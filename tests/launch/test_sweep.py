@@ -57,6 +57,7 @@ def test_names_of_runs(elements: list[tuple[str, ...]], names: list[str]) -> Non
     assert name_runs("base", elements) == names
 
 
+@pytest.mark.exhaustive
 @given(st.lists(st.text(min_size=1, max_size=200), min_size=1, max_size=6, unique=True))
 def test_every_run_gets_a_name_of_its_own(values: list[str]) -> None:
     names = name_runs("base", [(f"task.prompt={value}",) for value in values])

@@ -138,6 +138,7 @@ def see_torchao(folder: str) -> tuple[bool, str]:
         return rank is not None and rank.wait(60) == 0, Path("mark").read_text()
 
 
+@pytest.mark.exhaustive
 def test_transformers_imports_no_torchao_before_the_fork(folder: Path) -> None:
     """It asks CUDA for devices, and then nothing can be forked: ranks import it where they need it."""
     need_library("torchao", "fp8")

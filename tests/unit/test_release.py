@@ -22,6 +22,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return release.build(ROOT, tmp_path_factory.mktemp("dist"))
 
 
+@pytest.mark.exhaustive
 def test_the_wheel_has_the_licence_the_templates_the_page_and_the_types_marker(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -35,6 +36,7 @@ def test_the_wheel_has_the_licence_the_templates_the_page_and_the_types_marker(w
     assert len(list(wheel.parent.glob("*.tar.gz"))) == 1
 
 
+@pytest.mark.exhaustive
 def test_the_wheel_works_without_a_clone(wheel: Path, tmp_path: Path) -> None:
     assert drawbar.__version__ in release.try_wheel(wheel, tmp_path)
 

@@ -40,6 +40,7 @@ def test_they_are_told_before_torch_is_loaded() -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_has_loaded_torch_gets_one_more_pool() -> None:
     program = "import torch, threading, {}; print(*(thread.name for thread in threading.enumerate()))"
     assert run(program.format("drawbar")) == "MainThread drawbar-sleep-at-once\n"

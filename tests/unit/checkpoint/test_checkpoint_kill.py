@@ -144,6 +144,7 @@ def memory_path():
         yield Path(folder)
 
 
+@pytest.mark.exhaustive
 def test_killed_at_every_file_operation(writer, memory_path):
     prepared = CheckpointDirectory(memory_path / "prepared" / "checkpoints")
     assert writer.run(prepared, "prepare") == 0

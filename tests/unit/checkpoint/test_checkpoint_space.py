@@ -65,6 +65,7 @@ def test_a_file_size_limit(tmp_path):
     assert read_snapshot(CheckpointDirectory(tmp_path).latest()).step == 3
 
 
+@pytest.mark.exhaustive
 def test_a_full_disk(tmp_path):
     # A mount in a name space of its own: it needs no rights outside and is gone with the process.
     inside = ["unshare", "--user", "--map-root-user", "--mount"]

@@ -15,6 +15,7 @@ from drawbar.checkpoint.read import read_snapshot, read_state
 from drawbar.checkpoint.remote_checkpoints import RemoteCheckpoints
 from drawbar.checkpoint.remote_owner import RemoteOwner, Superseded, wait_until_owner_ended
 from drawbar.errors import UserError
+from exhaustive import some
 from object_server import BUCKET, ObjectServer
 from parts_writing import state_of, write_parts
 
@@ -112,7 +113,7 @@ def test_complete_or_absent_after_every_request(
     print(f"{requests} requests, each of them the last one of a process")
 
 
-@pytest.mark.parametrize("kind", ["whole", "parts"])
+@pytest.mark.parametrize("kind", some(["whole", "parts"], 1))
 def test_damage_is_named(kind: str, server: ObjectServer, store: ObjectStore, root: str, tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path / "run")
     if kind == "whole":
@@ -243,6 +244,7 @@ def test_errors_that_pass_and_errors_that_stay(
         ObjectStore("nonsense://bucket/runs")
 
 
+@pytest.mark.exhaustive
 def test_a_multi_part_upload(server: ObjectServer, store: ObjectStore, root: str, tmp_path: Path) -> None:
     source = tmp_path / "large"
     source.write_bytes(bytes(range(256)) * (2**20 // 256) * 101)  # s3fs takes two pieces at most for one request

@@ -233,6 +233,7 @@ def test_the_option_that_deepspeeds_launcher_adds(given: str, monkeypatch: pytes
     assert "local" not in group.get_help(click.Context(group))
 
 
+@pytest.mark.exhaustive
 def test_an_error_that_only_a_later_rank_finds_is_told(project: Path) -> None:
     """It waits for its launcher to end it, as after an error of the first rank; here there is none."""
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -15,6 +15,7 @@ import pytest
 
 from drawbar.cli.completion import completion_files
 from drawbar.util.run_dir import LOCK_FILE
+from exhaustive import some
 from harness import run_cli
 from programs import need_programs
 
@@ -61,6 +62,7 @@ def test_commands_and_options(folder: Path) -> None:
     assert offered("init", "x", "--template", "cl") == ["classification"]
 
 
+@pytest.mark.exhaustive
 def test_settings_and_their_values(folder: Path) -> None:
     assert offered("train", "") == ["config.yaml", "runs/"]
     assert {"optim.lr=", "optim.name="} <= set(offered("train", "config.yaml", "optim."))
@@ -124,7 +126,7 @@ SHELLS = {
 }
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", some(SHELLS, 1))
 def test_a_shell_completes_after_one_command(shell: str, folder: Path) -> None:
     if shell != "bash":  # drawbar's own jobs need that
         need_programs(shell)

@@ -38,6 +38,7 @@ def test_a_machine_and_a_configuration(project: Path) -> None:
     assert sorted(project.iterdir()) == before
 
 
+@pytest.mark.exhaustive
 def test_everything_that_is_wrong_is_told_at_once(project: Path) -> None:
     (project / "file").touch()
     env = {

@@ -32,6 +32,7 @@ from drawbar.models.saving import rounded
 from drawbar.tasks.task_registry import task_class
 from drawbar.train.checkpoint_export import CheckpointExport, ExportFormat
 from drawbar.train.setup import build_task, open_checkpoint
+from exhaustive import some
 from harness import Finished, run_cli, run_script
 from messages import check_one_message
 from runs import losses
@@ -135,11 +136,14 @@ def assert_complete(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("run", "load"),
-    [
-        ("llama", AutoModelForCausalLM),
-        ("bert", AutoModelForSequenceClassification),
-        ("t5", AutoModelForSeq2SeqLM),
-    ],
+    some(
+        [
+            ("llama", AutoModelForCausalLM),
+            ("bert", AutoModelForSequenceClassification),
+            ("t5", AutoModelForSeq2SeqLM),
+        ],
+        1,
+    ),
 )
 def test_transformers_loads_the_model_of_the_run(trained: Path, tmp_path: Path, run: str, load: type) -> None:
     done = export(trained, run, str(tmp_path / "new" / "model"))
@@ -163,6 +167,7 @@ def test_what_libraries_print_is_no_answer(
     assert "a library's warning" in said.err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("command", [("llama",), ("lora", "--merge")])
 def test_to_save_a_model_does_not_import_deepspeed(trained: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
     """Which would take seconds, and warn of a machine without GPU."""

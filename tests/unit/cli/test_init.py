@@ -19,10 +19,12 @@ from drawbar.cli.init import TEMPLATES, init, project_name, write_project
 from drawbar.config.io.load_config import load_config
 from drawbar.config.schema.section import Section
 from drawbar.errors import UserError
+from exhaustive import some
 from harness import run_cli, run_script
 from runs import losses
 
 EACH = pytest.mark.parametrize("template", TEMPLATES)
+TWO_OFTEN = pytest.mark.parametrize("template", some(TEMPLATES, 2))
 FEW_STEPS = ("train.steps=12", "train.epochs=null", "eval.every=null", "tracking.log_every=1")
 
 
@@ -104,7 +106,7 @@ def test_the_code_passes_the_linter(template: str, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@EACH
+@TWO_OFTEN
 def test_a_project_trains_and_its_commands_work(template: str, tmp_path: Path) -> None:
     project = make(tmp_path, template)
     train, _, evaluate, use = commands(project)
@@ -125,7 +127,7 @@ def test_a_project_trains_and_its_commands_work(template: str, tmp_path: Path) -
         assert all(line["prediction"] is not None for line in output)
 
 
-@EACH
+@TWO_OFTEN
 def test_the_projects_own_test_passes(template: str, tmp_path: Path) -> None:
     project = make(tmp_path, template)
     program = Path(pytest.__file__).with_name("__main__.py")

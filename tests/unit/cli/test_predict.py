@@ -11,6 +11,7 @@ import pytest
 
 from drawbar.cli.arguments import load_run
 from drawbar.commands.score_run import predict_from_run
+from exhaustive import some
 from harness import Finished, run_cli, run_ranks
 from messages import check_one_message
 
@@ -102,7 +103,7 @@ def write_unlabelled(project: Path) -> None:
     (project / "new.tsv").write_text("".join(f"{number}\t{text}\n" for number, text in enumerate(TEXTS)))
 
 
-@pytest.mark.parametrize("run", ["classes", "translation", "instructions", "own"])
+@pytest.mark.parametrize("run", some(["classes", "translation", "instructions", "own"], 2))
 def test_every_record_in_order_with_its_prediction(project: Path, run: str) -> None:
     write_unlabelled(project)
     done = predict(project, run, "new.tsv", "data.columns=[id, text]", "eval.micro_batch=2")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import make_project
+from exhaustive import some
 
 WITHOUT = """
 import sys
@@ -24,16 +25,19 @@ finally:
 
 @pytest.mark.parametrize(
     ("package", "setting", "extra"),
-    [
-        ("peft", "lora.rank=4", "lora"),
-        ("torchao", "parallel.fp8=tensorwise", "fp8"),
-        ("liger_kernel", "task.cross_entropy=liger", "liger"),
-        ("deepspeed", "parallel.strategy=deepspeed", "deepspeed"),
-        ("s3fs", "checkpoint.remote=s3://bucket/runs", "object-store"),
-        ("wandb", "tracking.trackers={wandb: {}}", "wandb"),
-        ("mlflow", "tracking.trackers={mlflow: {}}", "mlflow"),
-        ("trackio", "tracking.trackers={trackio: {}}", "trackio"),
-    ],
+    some(
+        [
+            ("peft", "lora.rank=4", "lora"),
+            ("torchao", "parallel.fp8=tensorwise", "fp8"),
+            ("liger_kernel", "task.cross_entropy=liger", "liger"),
+            ("deepspeed", "parallel.strategy=deepspeed", "deepspeed"),
+            ("s3fs", "checkpoint.remote=s3://bucket/runs", "object-store"),
+            ("wandb", "tracking.trackers={wandb: {}}", "wandb"),
+            ("mlflow", "tracking.trackers={mlflow: {}}", "mlflow"),
+            ("trackio", "tracking.trackers={trackio: {}}", "trackio"),
+        ],
+        3,
+    ),
 )
 def test_a_missing_package_is_named_at_once(package: str, setting: str, extra: str, tmp_path: Path) -> None:
     project = make_project(tmp_path)

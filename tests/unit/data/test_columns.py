@@ -140,6 +140,7 @@ def labelled_samples(draw: st.DrawFn) -> list[dict[str, Any]]:
     return samples
 
 
+@pytest.mark.exhaustive
 @given(samples=labelled_samples(), chunk=st.integers(1, 4), block=st.integers(1, 9))
 @settings(max_examples=150, deadline=None)
 def test_labels_of_any_kind_come_back(samples: list[dict[str, Any]], chunk: int, block: int) -> None:

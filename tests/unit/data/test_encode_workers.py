@@ -22,6 +22,7 @@ from drawbar.data.encode import WorkerPool
 from drawbar.data.sources import read_list
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
+from exhaustive import some
 
 RECORDS = [{"n": n} for n in range(500)]
 
@@ -127,6 +128,7 @@ def test_auto_starts_no_workers_for_a_little_work() -> None:
     assert pids(encoded(about_the_process, "auto")) == {os.getpid()}
 
 
+@pytest.mark.exhaustive
 def test_auto_starts_workers_for_much_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "TRIAL_SECONDS", 0.05)
     monkeypatch.setattr(encode, "CHUNK_SECONDS", 0.02)
@@ -162,6 +164,7 @@ def test_a_user_error_survives_pickling() -> None:
     assert copy.exit_code == ExitCode.FAILED
 
 
+@pytest.mark.exhaustive
 def test_slow_records_are_no_lost_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows at first how long a record takes: a worker's deadline is one for few of them."""
     monkeypatch.setattr(encode, "ProcessPoolExecutor", lambda count, *_, **__: ThreadPoolExecutor(count))
@@ -171,7 +174,7 @@ def test_slow_records_are_no_lost_worker(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("encoder", "timeout", "what"), [(killed_at_40, 60, "was killed"), (stuck_at_40, 2, "no result for 2 s")]
+    ("encoder", "timeout", "what"), some([(killed_at_40, 60, "was killed"), (stuck_at_40, 2, "no result for 2 s")], 1)
 )
 def test_a_lost_worker_is_an_error(encoder: Any, timeout: float, what: str) -> None:
     with pytest.raises(UserError, match=what) as caught:
@@ -187,6 +190,7 @@ def test_one_worker_cannot_be_fewer() -> None:
     assert "fewer" not in str(pool._lost_worker(TimeoutError()).remedy)
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_is_ended_leaves_no_words_of_pythons_own(tmp_path: Path) -> None:
     program = """
 import os

@@ -247,6 +247,7 @@ for name in sys.stdin:
 """
 
 
+@pytest.mark.exhaustive
 def test_hub_and_its_cache(hub: http.server.ThreadingHTTPServer, tmp_path: Path) -> None:
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))},

@@ -28,6 +28,7 @@ def test_settings_that_a_run_would_refuse(
     assert "strategy" in [finding.where for finding in found if finding.level is Level.OK]
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_cannot_be_of_the_hub_and_a_rank_that_is_none(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,12 +25,14 @@ def cpu() -> dict[str, Any]:
     return ask_torch("cpu", "auto", 2, environ=ONE)
 
 
+@pytest.mark.exhaustive
 def test_a_cpu(cpu: dict[str, Any]) -> None:
     assert (cpu["torch"], cpu["device"], cpu["errors"]) == (torch.__version__, "cpu", {})
     assert cpu["precision"] in ("bf16", "fp32")
     assert set(levels(list(findings.of_torch(cpu, Gpus(), "cpu"))).values()) == {Level.OK}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_is_asked_for_and_a_wrong_place_is_given() -> None:
     place = {"RANK": "3", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}

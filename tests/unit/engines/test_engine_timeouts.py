@@ -3,6 +3,7 @@
 import time
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -32,6 +33,7 @@ def wait_alone() -> dict[str, float]:
         return waited
 
 
+@pytest.mark.exhaustive
 def test_the_timeout_of_a_run_reaches_the_groups_of_a_mesh() -> None:
     """Torch's own would be 30 minutes."""
     waited, *_ = run_ranks(wait_alone, 4)

@@ -174,6 +174,7 @@ def test_nothing_to_compute_a_loss_over(project: Path) -> None:
     assert error.where == "data.validation"
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_that_fails_leaves_results_alone(project: Path) -> None:
     evaluate_run(config(project), Points, "validation", "latest")
     before = read_results(project, "validation")

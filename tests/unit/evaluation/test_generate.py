@@ -124,6 +124,7 @@ def generate(project: Path, *arguments: str) -> Finished:
     return run_cli("generate", "runs/tiny", "--max-new-tokens", "40", *arguments, cwd=project)
 
 
+@pytest.mark.exhaustive
 def test_a_run_without_a_best_checkpoint_gives_its_latest(project: Path) -> None:
     settings = ("data.validation=null", "eval.every=null", "train.steps=3")
     assert run_cli("train", "config.yaml", *settings, cwd=project).code == 0

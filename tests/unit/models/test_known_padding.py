@@ -8,6 +8,7 @@ from torch import Tensor
 from drawbar.models.heads import Head
 from drawbar.models.packed import allow_packing
 from drawbar.models.segments import send_padding, use_known_padding
+from exhaustive import some
 from step_operators import StepOperators
 
 SDPA = [(family, head) for family, head in CASES if family != "gptj"]  # which has eager attention alone
@@ -24,7 +25,9 @@ def batch_of(head: Head, has_padding: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("has_padding", [False, True])
-@pytest.mark.parametrize(("family", "head"), {family: (family, head) for family, head in reversed(SDPA)}.values())
+@pytest.mark.parametrize(
+    ("family", "head"), some({family: (family, head) for family, head in reversed(SDPA)}.values(), 26)
+)
 def test_the_mask_is_not_read_and_the_bits_are_the_same(family: str, head: Head, has_padding: bool) -> None:
     model, batch = build(family, head), batch_of(head, has_padding)
     with StepOperators() as before:

@@ -196,6 +196,7 @@ def load_and_measure(folder: str) -> tuple[int, int]:
     return sum(parameter.nbytes for parameter in model.parameters()), max(highest, memory("VmHWM")) - before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says how much memory a process took")
 def test_there_is_one_copy_in_memory(tmp_path: Path) -> None:
     fields = {**FIELDS, "vocab_size": 50_000, "hidden_size": 512}

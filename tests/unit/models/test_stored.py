@@ -18,6 +18,7 @@ from drawbar.models.huggingface import build_from_scratch, fit_embeddings, load_
 from drawbar.models.lora import add_adapters
 from drawbar.models.stored import _paths, build_meta_model, stored_tensors
 from drawbar.runtime.safetensors_reader import parameters_on_meta
+from exhaustive import some
 
 LLAMA = {
     "hidden_size": 16,
@@ -112,7 +113,9 @@ def assert_same(found: nn.Module, expected: nn.Module) -> None:
         assert found(**inputs).logits.equal(expected(**inputs).logits)
 
 
-@pytest.mark.parametrize(("family", "head", "fields"), FAMILIES, ids=[f"{f[0]}-{n}" for n, f in enumerate(FAMILIES)])
+@pytest.mark.parametrize(
+    ("family", "head", "fields"), some(FAMILIES, 7), ids=[f"{f[0]}-{n}" for n, f in enumerate(FAMILIES)]
+)
 def test_the_structure_filled_from_files_is_the_pretrained_model(
     tmp_path: Path, family: str, head: Head, fields: dict[str, Any]
 ) -> None:

@@ -151,6 +151,7 @@ def compiled() -> bf16_moments.Rounding:
     return compiled_rounding()
 
 
+@pytest.mark.exhaustive
 def test_compiled_it_is_one_kernel_for_all_shapes_with_the_same_bits(compiled: bf16_moments.Rounding) -> None:
     matrices = [(rows, columns) for rows in (2, 3, 33, 64) for columns in (16, 33, 64, 301)]
     metrics.reset()

@@ -305,5 +305,6 @@ def compare_over_ranks(kinds: list[Any]) -> None:
                 assert reduces_again == (3 if dims.tp > 1 and kind == "full" else 0)  # one for each layer
 
 
+@pytest.mark.exhaustive
 def test_with_other_ranks() -> None:
     run_ranks(compare_over_ranks, 2, KINDS[:3])

@@ -120,7 +120,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", params([*TWO, *FOUR], (TWO | FOUR).keys() - REPLICATED.keys() | {*evenly(REPLICATED, 6)})
+    "name", params([*TWO, *FOUR], (TWO | FOUR).keys() - REPLICATED.keys() | {*evenly(REPLICATED, 3)})
 )
 def test_losses_and_gradients_are_those_of_one_process(found: dict[str, dict[str, Any]], name: str) -> None:
     wanted = in_one_process((TWO | FOUR)[name][0])

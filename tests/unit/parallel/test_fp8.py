@@ -98,6 +98,7 @@ def test_what_is_recomputed_is_what_was_computed() -> None:
     assert losses(tiny_engine(configured(RECIPES[-1], activation_checkpointing="selective")), 0, 1) == expected
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_with_fp8_and_without() -> None:
     need_torchao()
     straight, resumed, without = (tiny_engine(configured(fp8)) for fp8 in (RECIPES[-1], RECIPES[-1], None))
@@ -125,6 +126,7 @@ def train_under(strategies: list[str]) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_strategies_give_the_losses_of_one_process() -> None:
     need_torchao()
     expected = train_under(["single"])["single"]

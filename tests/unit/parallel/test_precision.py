@@ -40,6 +40,7 @@ def test_auto_on_mps_is_fp32() -> None:
     assert choose_precision("auto", MPS) == "fp32"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the variables are those of x86 libraries")
 def test_auto_is_fp32_where_libraries_are_told_that_the_processor_has_avx2_alone() -> None:
     program = (

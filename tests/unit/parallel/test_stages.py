@@ -16,6 +16,7 @@ from drawbar.models.plans import plan_for
 from drawbar.parallel.model_plan import PipelinePlan
 from drawbar.parallel.pipeline.stages import LocalStages, _balanced, blocks_of_stages, build_stage, is_tied
 from drawbar.runtime.safetensors_reader import parameters_on_meta
+from exhaustive import some
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 5}
 SIZES |= {"vocab_size": 40, "max_position_embeddings": 32, "pad_token_id": 0, "initializer_range": 0.2}
@@ -52,7 +53,7 @@ def in_turn(stages: Sequence[nn.Module], **inputs: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some(FAMILIES, 8))
 def test_the_stages_one_after_another_are_the_model(family: str, tied: bool) -> None:
     model = tiny(family, tie_word_embeddings=tied)
     plan = pipeline_plan(model)

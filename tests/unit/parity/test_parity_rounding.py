@@ -83,6 +83,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Reference]
         return trace, with_last_step(first, workload, CPU, "bf16", trace)
 
 
+@pytest.mark.exhaustive
 def test_rounding_passes(trained: tuple[Trace, Reference]) -> None:
     trace, reference = trained
     comparison = compare(trace, reference)

@@ -33,6 +33,7 @@ from drawbar.plan.suggestions import suggest
 from drawbar.plan.worst_batch import longest_sample
 from drawbar.tasks.task_registry import task_class
 from drawbar.util.byte_sizes import parse_size
+from exhaustive import some
 from harness import run_cli, run_ranks
 
 LLAMA = {
@@ -78,12 +79,15 @@ def largest(ranks: int, *overrides: str) -> RankForecast:
 @pytest.mark.usefixtures("project")
 @pytest.mark.parametrize(
     ("ranks", "settings", "share_of_weights", "share_of_state"),
-    [
-        (1, ["parallel.strategy=single"], 1, 1),
-        (4, ["parallel.strategy=ddp"], 1, 1),
-        (4, ["parallel.strategy=fsdp"], 4, 4),
-        (2, ["parallel.strategy=ddp", "parallel.pipeline=2"], 2, 2),
-    ],
+    some(
+        [
+            (1, ["parallel.strategy=single"], 1, 1),
+            (4, ["parallel.strategy=ddp"], 1, 1),
+            (4, ["parallel.strategy=fsdp"], 4, 4),
+            (2, ["parallel.strategy=ddp", "parallel.pipeline=2"], 2, 2),
+        ],
+        2,
+    ),
 )
 def test_weights_gradients_and_optimizer_state_are_exact(
     ranks: int, settings: list[str], share_of_weights: int, share_of_state: int
@@ -99,6 +103,7 @@ def test_weights_gradients_and_optimizer_state_are_exact(
         assert found.parameters == weights
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("project")
 def test_ranks_of_tensor_parallel_shards_follow_one_another_in_fresh_processes() -> None:
     config = configure("parallel.strategy=fsdp", "parallel.tensor=2", "task.cross_entropy=plain")
@@ -112,11 +117,14 @@ def test_ranks_of_tensor_parallel_shards_follow_one_another_in_fresh_processes()
 @pytest.mark.usefixtures("project")
 @pytest.mark.parametrize(
     "settings",
-    [
-        ["task.cross_entropy=plain", "data.padding_free=false"],
-        ["precision=bf16", "parallel.activation_checkpointing=full"],
-        ["data.batching=packed", "optim.state_dtype=bf16"],
-    ],
+    some(
+        [
+            ["task.cross_entropy=plain", "data.padding_free=false"],
+            ["precision=bf16", "parallel.activation_checkpointing=full"],
+            ["data.batching=packed", "optim.state_dtype=bf16"],
+        ],
+        1,
+    ),
 )
 def test_the_peak_is_that_of_the_cpus_allocator(settings: list[str]) -> None:
     [(planned, measured)] = run_ranks(peaks, 1, os.getcwd(), settings)
@@ -162,6 +170,7 @@ def measured_peak(one: Forecaster, config: RunConfig) -> int:
     return peak
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("project")
 def test_a_pretrained_model_is_planned_without_its_weights() -> None:
     LlamaConfig(**LLAMA).save_pretrained("llama")
@@ -174,6 +183,7 @@ def test_a_pretrained_model_is_planned_without_its_weights() -> None:
     assert adapted.gradients < adapted.parameters / 5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("project")
 def test_shapes_that_dtensor_looks_for_are_no_memory() -> None:
     """torch's AdamW makes DTensor look for the shapes of whole parameters; moments in bf16 have an optimizer of
@@ -214,6 +224,7 @@ def test_deepspeed_is_estimated() -> None:
     assert forecast.largest.optimizer == pytest.approx(2 * forecast.largest.parameters / 4, rel=0.01)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("project")
 def test_a_run_that_finds_its_micro_batch_is_planned_with_one_that_fits() -> None:
     config = configure("device=auto", "train.micro_batch=auto", "parallel.strategy=single", "precision=fp32")
@@ -286,6 +297,7 @@ class Own(drawbar.CausalLM):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_model_whose_sequences_cannot_be_cut_is_not_planned_with_context(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

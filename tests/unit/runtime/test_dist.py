@@ -15,6 +15,7 @@ import torch.distributed as dist
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import ExitCode, UserError
+from exhaustive import some
 from harness import free_port, run_ranks
 
 CPU = torch.device("cpu")
@@ -142,7 +143,7 @@ def test_the_rank_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "number", "code"), [("0", "SIGINT", ExitCode.INTERRUPTED), ("1", "SIGTERM", ExitCode.REQUEUE)]
+    ("rank", "number", "code"), some([("0", "SIGINT", ExitCode.INTERRUPTED), ("1", "SIGTERM", ExitCode.REQUEUE)], 1)
 )
 def test_a_rank_that_waits_says_for_whom_and_hears_a_signal(rank: str, number: str, code: int) -> None:
     """In torch's store, which waits in C++: with variables that are left over from another run."""
@@ -205,7 +206,7 @@ print(len(heard))
 """
 
 
-@pytest.mark.parametrize("again", ["", "os.kill(os.getpid(), signal.SIGTERM)"])
+@pytest.mark.parametrize("again", some(["", "os.kill(os.getpid(), signal.SIGTERM)"], 1))
 def test_a_signal_that_a_thread_learns_of_late_was_heard(again: str) -> None:
     script = LATE_READER.format(microseconds=2_000_000, again=again)
     done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60, capture_output=True, text=True)

@@ -12,6 +12,7 @@ from drawbar.config.schema.data_section import DataSection
 from drawbar.config.schema.task_sections import CausalLMConfig
 from drawbar.errors import UserError
 from drawbar.tasks.messages import alpaca_prompt, as_chat, known_columns
+from exhaustive import some
 from runs import Fit, scores
 
 SHAREGPT = [{"from": "human", "value": "far?"}, {"from": "gpt", "value": "No."}]
@@ -94,7 +95,7 @@ def test_an_instruction_has_the_text_of_alpaca_around_it() -> None:
 
 @pytest.mark.parametrize(
     ("record", "settings"),
-    [({"conversations": SHAREGPT}, (f"task.chat_template={json.dumps(TEMPLATE)}",)), (ALPACA, ())],
+    some([({"conversations": SHAREGPT}, (f"task.chat_template={json.dumps(TEMPLATE)}",)), (ALPACA, ())], 1),
 )
 def test_a_run_keeps_the_columns_that_it_found(
     record: dict[str, Any], settings: tuple[str, ...], fit: Fit, project: Path, run: Path, monkeypatch: Any

@@ -80,6 +80,7 @@ def test_weights_and_biases(tmp_path: Path) -> None:
     assert [line["_step"] for line in history if "eval/validation/loss" in line] == [3]
 
 
+@pytest.mark.exhaustive
 def test_mlflow(tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 

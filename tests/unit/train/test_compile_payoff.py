@@ -33,6 +33,7 @@ def compiled_engine(total_steps: int = 10) -> Engine:
     return tiny_engine(config, total_steps=total_steps)
 
 
+@pytest.mark.exhaustive
 def test_uncompiled_blocks_compile_nothing(quick_compiler: None) -> None:
     engine, clock = compiled_engine(), CompileClock()
     counters.clear()
@@ -53,6 +54,7 @@ def train(engine: Engine, made: Iterator[tuple[int, Any]]) -> list[float]:
     return [float(engine.train_step(micro_batches).loss) for _, micro_batches in made]
 
 
+@pytest.mark.exhaustive
 def test_what_it_saves_is_measured_beside_training(quick_compiler: None, caplog: pytest.LogCaptureFixture) -> None:
     count = LAST_COMPARED + 1
     plain, watched = compiled_engine(count), compiled_engine(count)

@@ -78,6 +78,7 @@ def test_a_score_of_a_users_own_needs_a_mode(fit: Fit, run: Path) -> None:
     assert best_step(run) == 3
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_as_it_began(fit: Fit, run: Path) -> None:
     """``min`` was the default once, and is in the config.yaml of each run of then."""
     settings = ("eval.every=1", "optim.warmup=0", "optim.schedule=constant", "eval.metric=accuracy")

@@ -14,6 +14,7 @@ from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tracking.jsonl import JsonlTracker
 from drawbar.train.callbacks.evaluate import EvaluateCallback
 from drawbar.train.step import RunProgress
+from exhaustive import some
 from harness import run_ranks
 from runs import Fit, fit_in, losses, metrics, weights
 
@@ -60,7 +61,7 @@ def lines(run: Path) -> list[tuple[int, list[str]]]:
     return [(int(line["step"]), sorted(line)) for line in metrics(run)]
 
 
-@pytest.mark.parametrize("every", ["null", "3", "4"])
+@pytest.mark.parametrize("every", some(["null", "3", "4"], 1))
 def test_the_step_is_saved_first_and_a_mended_run_goes_on(every: str, fit: Fit, project: Path) -> None:
     settings = (*SETTINGS, f"checkpoint.every={every}")
     fit(*settings, "run.name=whole", task=Scored)
@@ -91,6 +92,7 @@ def test_a_due_save_comes_before_the_evaluation(fit: Fit, run: Path) -> None:
     assert progress(run, 6).evaluated_step == 4
 
 
+@pytest.mark.exhaustive
 def test_the_last_step_is_saved_before_its_evaluation_which_the_same_command_makes(fit: Fit, run: Path) -> None:
     settings = ("eval.metric=accuracy", "eval.mode=max", "eval.every=5", "checkpoint.every=null")
     Scored.error = PowerCut()
@@ -105,6 +107,7 @@ def test_the_last_step_is_saved_before_its_evaluation_which_the_same_command_mak
     assert Scored.evaluations == made + 1  # tried out, and not made again
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_that_its_checkpoint_did_not_hear_of_leaves_no_second_line(
     fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +153,7 @@ def fail_on_ranks(project: str, task: type[Scored], *settings: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", some(["ddp", "fsdp"], 1))
 def test_one_rank_fails_and_all_save(strategy: str, project: Path) -> None:
     told = run_ranks(fail_on_ranks, 2, str(project), FailsOnRank1, f"parallel.strategy={strategy}")
     assert told[0] == told[1]

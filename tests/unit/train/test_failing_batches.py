@@ -87,6 +87,7 @@ def test_an_error_in_the_first_batches_is_a_wrong_request(fit: Fit, run: Path, m
     assert not list((run / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.exhaustive
 def test_a_bad_record_far_into_a_stream_may_be_left_out_afterwards(project: Path) -> None:
     """Losses as where bad records were left out from the beginning."""
     write_records(project, bad=38)
@@ -101,6 +102,7 @@ def test_a_bad_record_far_into_a_stream_may_be_left_out_afterwards(project: Path
     assert losses(run) == losses(run.parent / "whole")
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_could_read_save_too(project: Path) -> None:
     """Record 39 belongs to one rank's lane."""
     write_records(project, bad=39)

@@ -13,6 +13,7 @@ import drawbar
 from drawbar.commands.score_run import evaluate_run
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.task import Task
+from exhaustive import some
 from harness import run_ranks
 from runs import fit_in, losses, scores, weights
 
@@ -86,7 +87,7 @@ class Tensors(Pictures):
         return torch.from_numpy(picture)
 
 
-@pytest.mark.parametrize("task", [Pictures, Tensors])
+@pytest.mark.parametrize("task", some([Pictures, Tensors], 1))
 def test_it_trains_evaluates_and_resumes(task: type[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     fit_in(tmp_path, task=task)
@@ -111,6 +112,7 @@ def train_normed(project: str) -> None:
         fit_in(Path(project), f"parallel.strategy={strategy}", f"run.name={strategy}", "train.steps=8", task=Normed)
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_of_several_ranks_is_that_of_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_run_begins_with_the_weights_and_the_tokenizer_of_another(fit: Fit, pr
     assert json.loads(one)["model"] == json.loads(other)["model"]
 
 
+@pytest.mark.exhaustive
 def test_it_goes_on_when_the_other_run_is_gone(fit: Fit, project: Path) -> None:
     """Also before its first checkpoint, and in a fork of it."""
     fit(*NEXT, "run.name=straight", "task.model=runs/tiny@best")
@@ -80,6 +81,7 @@ def test_it_goes_on_when_the_other_run_is_gone(fit: Fit, project: Path) -> None:
     assert str(project) not in card
 
 
+@pytest.mark.exhaustive
 def test_a_machine_that_has_nothing_gets_it_from_the_object_store(fit: Fit, project: Path) -> None:
     store = (project / "store").as_uri()
     settings = (*NEXT, *LORA, "optim.schedule_steps=6", "task.model=runs/tiny@8")
@@ -106,6 +108,7 @@ def best_step_of(project: Path) -> int:
     return json.loads((project / "runs" / "second" / "initial_model" / "source.json").read_text())["step"]
 
 
+@pytest.mark.exhaustive
 def test_adapters_of_the_other_run_are_merged_and_new_ones_are_kept_apart(fit: Fit, project: Path) -> None:
     fit(*NEXT, *LORA, "lora.alpha=64", "task.model=runs/tiny@8", "run.name=adapted")
     fit(*STAYS, "task.model=runs/adapted")
@@ -185,6 +188,7 @@ def train_each(folder: str) -> None:
         fit_in(Path(folder), *NEXT, "task.model=runs/tiny@best", *parallel, "train.micro_batch=2", f"run.name={name}")
 
 
+@pytest.mark.exhaustive
 def test_every_strategy_begins_with_it(fit: Fit, project: Path) -> None:
     fit(*NEXT, "task.model=runs/tiny@best")
     run_ranks(train_each, 2, str(project))

@@ -21,6 +21,7 @@ from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.train.stop import Reason, Stop
 from drawbar.util import atomic_files
+from exhaustive import some
 from harness import run_ranks
 from runs import Fit, fit_in, losses
 
@@ -245,7 +246,7 @@ def request(stop: Stop, reason: Reason, request: Callable[[Stop, Reason], None] 
 
 
 @pytest.mark.parametrize(
-    ("every", "full"), [("checkpoint.every=4", 4), ("checkpoint.every=1", 4), ("checkpoint.every=1", 1)]
+    ("every", "full"), some([("checkpoint.every=4", 4), ("checkpoint.every=1", 4), ("checkpoint.every=1", 1)], 1)
 )
 def test_a_save_that_failed_shows_at_once_and_the_state_is_saved(
     every: str, full: int, fit: Fit, project: Path, monkeypatch: pytest.MonkeyPatch

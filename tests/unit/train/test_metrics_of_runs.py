@@ -88,6 +88,7 @@ def test_a_profile_of_chosen_steps(start: int, steps: int, profiled: int, fit: F
     assert sum(name == "aten::embedding" for name in names) == 2 * profiled  # two micro-batches a step
 
 
+@pytest.mark.exhaustive
 def test_a_profile_is_of_the_same_training(fit: Fit, project: Path) -> None:
     fit("tracking.profile={start: 2, steps: 3}", "run.name=profiled")
     fit("run.name=plain")

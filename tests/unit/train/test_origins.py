@@ -8,6 +8,7 @@ import pytest
 
 from drawbar import Callback, RunHandle
 from drawbar.errors import ExitCode, UserError
+from exhaustive import some
 from runs import Fit, losses
 
 QUIET = ("eval.every=null", "data.validation=null", "train.steps=16", "checkpoint.keep_best=false")
@@ -18,7 +19,7 @@ class LeavesAtOnce(Callback):
         run.request_stop()
 
 
-@pytest.mark.parametrize("forked", [True, False])
+@pytest.mark.parametrize("forked", some([True, False], 1))
 def test_a_run_that_stopped_before_its_first_checkpoint(
     fit: Fit, project: Path, forked: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tracking.run_view import RunState, RunStatus, write_run_status
 from drawbar.train.run_dir_lock import lock_run_dir
+from exhaustive import some
 from harness import run_ranks
 from runs import Fit, fit_in, losses, metrics, scores, weights
 
@@ -265,6 +266,7 @@ def test_a_kept_schedule_that_has_ended_near_zero_is_warned_of(fit: Fit, capfd: 
     assert "after step 6 the schedule is over, and the learning rate stays 4.6e-05" in said
 
 
+@pytest.mark.exhaustive
 def test_a_longer_run_without_a_schedule_is_the_run_of_so_many_steps(fit: Fit, project: Path) -> None:
     settings = ("optim.schedule=constant", "optim.warmup=0", "train.steps=null", "eval.every=null")
     fit(*settings, "train.epochs=0.25")
@@ -313,6 +315,7 @@ def test_a_run_that_diverges_before_its_first_checkpoint_has_nothing_to_fork(fit
     assert "its folder is deleted" in str(lost.value.remedy)
 
 
+@pytest.mark.exhaustive
 def test_a_tokenizer_is_trained_once_for_a_run(fit: Fit) -> None:
     Interrupted.tokenizers_built = 0
     for _ in range(2):
@@ -332,6 +335,7 @@ def test_begin_at_a_checkpoint_of_another_run(fit: Fit, project: Path) -> None:
         assert torch.equal(tensor, weights(other, 12)[name])
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_run_that_began_elsewhere_goes_on(fit: Fit, project: Path) -> None:
     fit("train.steps=20", *ONE_FORWARD, "eval.every=null")
     checkpoint = str(project / "runs" / "tiny" / "checkpoints" / "step-00000012")
@@ -370,7 +374,7 @@ def updates(run: Path, step: int) -> set[float]:
     return {float(tensor) for name, tensor in moments(run, step).items() if name.endswith("/step")}
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("interrupted", some([False, True], 1))
 def test_a_fork_of_the_weights_alone(fit: Fit, project: Path, interrupted: bool) -> None:
     """Step, data and learning rate go on; the optimizer begins anew. So it is after a stop before the first save."""
     settings = ("train.steps=16", "eval.every=null")
@@ -442,6 +446,7 @@ def test_a_file_system_without_locks_says_so_and_trains(
     assert "without locks" in capfd.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_stream_goes_on_with_mended_code_and_not_with_other_data(
     fit: Fit, project: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -503,6 +508,7 @@ def test_a_run_that_another_process_begins_meanwhile_is_left_alone(fit: Fit, run
     assert losses(run) == kept
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_behind_a_link_are_the_runs_own(fit: Fit, run: Path, tmp_path: Path) -> None:
     fit("train.steps=6", "run.name=whole", "optim.schedule=constant")
     fit("train.steps=3", "optim.schedule=constant")

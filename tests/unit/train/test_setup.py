@@ -44,6 +44,7 @@ def load_odd_split(folder: str) -> str:
     return "accepted"
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_read_other_data_are_named(project: Path) -> None:
     assert run_ranks(load_odd_split, 1, str(project)) == ["accepted"]
     first, _ = run_ranks(load_odd_split, 2, str(project))

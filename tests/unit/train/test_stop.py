@@ -16,6 +16,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import ExitCode, UserError
 from drawbar.train.stop import Reason, Stop
+from exhaustive import some
 from harness import run_ranks
 
 
@@ -96,7 +97,7 @@ def test_what_failed_on_one_rank_is_raised_on_all(stop: Stop, monkeypatch: pytes
     assert stop.failure() is own
 
 
-@pytest.mark.parametrize(("number", "launcher"), [("SIGTERM", False), ("SIGINT", True), ("SIGINT", False)])
+@pytest.mark.parametrize(("number", "launcher"), some([("SIGTERM", False), ("SIGINT", True), ("SIGINT", False)], 1))
 def test_a_second_signal_ends_the_process(number: str, launcher: bool) -> None:
     """Unless it is the same one: schedulers and launchers pass on what others were told, too."""
     run_ranks(be_told_twice, 1, number, launcher, env={"TORCHELASTIC_RUN_ID": "1"} if launcher else {})
@@ -116,7 +117,7 @@ def be_told_twice(name: str, launcher: bool) -> None:
         assert os.waitstatus_to_exitcode(status) == (1 if is_echo else -signal.Signals[name])
 
 
-@pytest.mark.parametrize("is_told_twice", [False, True])
+@pytest.mark.parametrize("is_told_twice", some([False, True], 1))
 def test_signals_are_taken_while_the_main_thread_is_inside_a_call(is_told_twice: bool) -> None:
     run_ranks(be_told_inside_a_call, 1, is_told_twice)
 

@@ -32,6 +32,7 @@ def test_a_checkpoint_every_second(fit: Fit, run: Path) -> None:
     assert 2 <= len(saved) <= 4  # 12 steps of a quarter of a second
 
 
+@pytest.mark.exhaustive
 def test_ranks_save_at_the_same_steps(project: Path) -> None:
     (project / "slow.py").write_text(
         "import time\nimport drawbar\n\n\nclass Slow(drawbar.Callback):\n"

@@ -14,6 +14,7 @@ NO_LIBRARY = "Failed to load /torchao/_C_cutlass_90a.abi3.so: Could not load thi
 OLD_ENUM = "%s is an Enum subclass and is now natively supported by torch.compile as an opaque value type"
 
 
+@pytest.mark.exhaustive
 def test_importing_the_trainer_says_nothing() -> None:
     need_library("torchao", "fp8")
     script = "import sys, drawbar.train.trainer; print('torchao' in sys.modules)"
