@@ -27,7 +27,7 @@ from drawbar.cli.train import train
 from drawbar.cli.usage import explain_option
 from drawbar.cli.watch import watch
 from drawbar.errors import ExitCode, UserError
-from drawbar.util.entry_points import load_points
+from drawbar.util.registry import load_points
 
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task

@@ -66,7 +66,7 @@ def train(
 ) -> int:
     """Train the run that CONFIG (a YAML file) describes, with some settings changed."""
     from drawbar.distributed.interrupt import exit_on_signal
-    from drawbar.runtime.streams import ignore_output_errors
+    from drawbar.runtime.log import ignore_output_errors
 
     ignore_output_errors()
     with exit_on_signal():

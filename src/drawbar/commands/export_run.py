@@ -31,7 +31,7 @@ from drawbar.runtime.log import logger, start_logging
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import make_console
 from drawbar.train.checkpoint_export import CheckpointExport, ExportFormat
-from drawbar.util.new_folder import new_folder
+from drawbar.util.atomic_files import new_folder
 
 PIPELINES = {
     "causal_lm": "text-generation",

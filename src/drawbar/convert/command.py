@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from drawbar.cli.complete_words import complete_run
-from drawbar.util.entry_points import has_folder
+from drawbar.util.registry import has_folder
 
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task

@@ -15,7 +15,7 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.convert.dcp_folders import write_dcp
 from drawbar.errors import UserError
 from drawbar.runtime.safetensors_reader import OnDemandTensors
-from drawbar.util.new_folder import new_folder
+from drawbar.util.atomic_files import new_folder
 
 
 def convert_run(config: RunConfig, checkpoint: str, to: str, folder: Path) -> int:

@@ -19,7 +19,7 @@ from drawbar.models.saving import save_transformers
 from drawbar.runtime.log import logger
 from drawbar.runtime.pretrained_files import read_config, read_generation_config
 from drawbar.runtime.safetensors_reader import OnDemandTensors, parameters_on_meta
-from drawbar.util.new_folder import new_folder
+from drawbar.util.atomic_files import new_folder
 
 
 def import_weights(source: Path, form: str, model_name: str, folder: Path) -> None:

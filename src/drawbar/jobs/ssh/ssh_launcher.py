@@ -47,7 +47,7 @@ from drawbar.jobs.ssh.ssh_command import (
     start_script,
 )
 from drawbar.jobs.ssh.supervisor import supervise
-from drawbar.runtime.streams import ignore_output_errors
+from drawbar.runtime.log import ignore_output_errors
 from drawbar.util.run_dir import LAUNCH_FOLDER
 
 
