@@ -3,7 +3,7 @@
 import os
 
 from drawbar.distributed.watchdog import LAUNCHER
-from drawbar.util.cores import usable_cores
+from drawbar.threads import usable_cores
 from drawbar.util.torch_imports import silence_ranks
 
 STATUS_VARIABLE = "DRAWBAR_STATUS_FILE"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar.jobs.node.network import address_of_host_name, interface_address
-from drawbar.util.cores import usable_cores
+from drawbar.threads import usable_cores
 
 MIB, GIB = 2**20, 2**30
 
