@@ -24,7 +24,7 @@ from drawbar.jobs.slurm.partitions import (
     read_partitions,
 )
 from drawbar.jobs.slurm_time import parse_time, write_time
-from drawbar.launch.bad_nodes import record_bad_nodes
+from drawbar.launch.findings import record_bad_nodes
 from harness import Finished, run_cli
 from messages import check_one_message
 from slurm_cluster import SlurmCluster

@@ -232,7 +232,7 @@ def _report_error(error: Exception, text: str) -> None:
     """Report an error: to the launcher, which prints it once for all ranks, or here."""
     if _is_one_of_several():
         from drawbar.launch.agent import report_failure
-        from drawbar.launch.rank_environment import STATUS_VARIABLE
+        from drawbar.launch.warm_process import STATUS_VARIABLE
 
         if report_failure(error) and STATUS_VARIABLE in os.environ:
             return  # drawbar's launcher has started this rank, and prints the error

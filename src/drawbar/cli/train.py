@@ -80,8 +80,8 @@ def start(
     from drawbar.cli.arguments import check, check_training, read
     from drawbar.config.rules.rule_table import PACKAGE_RULES, check_guests
     from drawbar.distributed.foreign_launcher import refuse_unconnected_processes
-    from drawbar.launch.rank_environment import STATUS_VARIABLE
     from drawbar.launch.rendezvous import Rendezvous
+    from drawbar.launch.warm_process import STATUS_VARIABLE
     from drawbar.util.torch_imports import quick_imports
 
     rendezvous = Rendezvous.from_environment()
@@ -132,8 +132,7 @@ def start_early(
 ) -> "AbstractContextManager[WarmProcess] | AbstractContextManager[None]":
     """The process that is to fork the ranks; it begins to import while the settings are checked. None where they do not
     say how many ranks there are, and where ranks are not forked: see :mod:`drawbar.launch.warm_process`."""
-    from drawbar.launch.rank_environment import become_launcher
-    from drawbar.launch.warm_process import WarmProcess
+    from drawbar.launch.warm_process import WarmProcess, become_launcher
 
     section = settings.values.get("launch")
     nproc = section.get("nproc") if isinstance(section, dict) else None

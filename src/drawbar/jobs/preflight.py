@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from drawbar.errors import UserError
 from drawbar.jobs.doctor import findings
-from drawbar.jobs.doctor.machine import MIB, look_at_folder
+from drawbar.jobs.doctor.findings import MIB, look_at_folder
 from drawbar.launch.findings import Level
 from drawbar.util.byte_sizes import readable
 

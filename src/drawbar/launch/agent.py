@@ -42,9 +42,8 @@ from drawbar.distributed.interrupt import (
 from drawbar.distributed.watchdog import JOINED
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.node_check import NodeCheck
-from drawbar.launch.rank_environment import STATUS_VARIABLE, become_launcher
 from drawbar.launch.rendezvous import Rendezvous
-from drawbar.launch.warm_process import ForkedRank, WarmProcess
+from drawbar.launch.warm_process import STATUS_VARIABLE, ForkedRank, WarmProcess, become_launcher
 from drawbar.runtime.torch_internals import subprocess_handler
 from drawbar.util.atomic_files import replacing
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from drawbar.distributed.process_group import Distributed
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.bad_nodes import record_bad_nodes
+from drawbar.launch.findings import record_bad_nodes
 from drawbar.runtime.log import logger
 
 SECONDS = 60.0

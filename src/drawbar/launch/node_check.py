@@ -28,8 +28,20 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from drawbar.distributed.watchdog import NODE
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.bad_nodes import NODE_IS_LOST, bad_nodes, record_bad_nodes, restart_number
-from drawbar.launch.findings import Finding, Gpus, Level, NodeFacts, look_at_gpus, of_clocks, of_nodes, problem
+from drawbar.launch.findings import (
+    NODE_IS_LOST,
+    Finding,
+    Gpus,
+    Level,
+    NodeFacts,
+    bad_nodes,
+    look_at_gpus,
+    of_clocks,
+    of_nodes,
+    problem,
+    record_bad_nodes,
+    restart_number,
+)
 from drawbar.launch.rendezvous import Rendezvous
 
 LOST_SECONDS = 60

@@ -14,8 +14,7 @@ from torch import Tensor
 from drawbar.errors import ExitCode
 from drawbar.parity.cases import Case
 from drawbar.parity.comparison import KINDS, Comparison, Distances, Fault, Limits, Reference, Tolerances, Trace
-from drawbar.parity.diagnosis import Diagnosis
-from drawbar.parity.divergence import ComparedModule
+from drawbar.parity.divergence import ComparedModule, Diagnosis
 from drawbar.tracking.jsonl import json_number
 from drawbar.tracking.table import print_table
 

@@ -17,11 +17,10 @@ from tensorboard.summary.writer import event_file_writer
 
 from drawbar.config.schema.run_config import TrackingSection
 from drawbar.errors import ExitCode, UserError
-from drawbar.tracking.background import BackgroundTracker
 from drawbar.tracking.jsonl import JsonlTracker
 from drawbar.tracking.tensorboard import TensorBoardTracker
 from drawbar.tracking.tracker import TrackedRun
-from drawbar.tracking.trackers import Trackers, make_trackers
+from drawbar.tracking.trackers import BackgroundTracker, Trackers, make_trackers
 
 
 def entries(path: Path) -> list[dict[str, Any]]:

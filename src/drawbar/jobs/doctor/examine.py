@@ -25,7 +25,7 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.config.strategies import AUTO
 from drawbar.errors import UserError
 from drawbar.jobs.doctor import findings
-from drawbar.jobs.doctor.machine import GIB, look_at_folder, look_at_machine
+from drawbar.jobs.doctor.findings import GIB, look_at_folder, look_at_machine
 from drawbar.launch.findings import Finding, Level, look_at_gpus, of_gpus, problem
 from drawbar.models.folder import run_reference
 from drawbar.runtime.hub import hub_answers

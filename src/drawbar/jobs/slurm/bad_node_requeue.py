@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from drawbar.jobs.slurm.partitions import facts, read_nodes, slurm_output
-from drawbar.launch.bad_nodes import NODE_IS_LOST, bad_nodes, restart_number
+from drawbar.launch.findings import NODE_IS_LOST, bad_nodes, restart_number
 from drawbar.launch.rendezvous import launch_id_of
 
 REQUEUED, GAVE_UP, NO_BAD_NODES = 0, 3, 1

@@ -35,7 +35,6 @@ from drawbar.jobs.records import (
     wait_for_ends,
 )
 from drawbar.jobs.settings import ClusterSection
-from drawbar.jobs.ssh.host_output import HostOutput
 from drawbar.jobs.ssh.protocol import ANSWER
 from drawbar.jobs.ssh.ssh_command import (
     describe,
@@ -46,7 +45,7 @@ from drawbar.jobs.ssh.ssh_command import (
     ssh_command,
     start_script,
 )
-from drawbar.jobs.ssh.supervisor import supervise
+from drawbar.jobs.ssh.supervisor import HostOutput, supervise
 from drawbar.runtime.log import ignore_output_errors
 from drawbar.util.run_dir import LAUNCH_FOLDER
 
