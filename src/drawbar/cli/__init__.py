@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from drawbar.cli.arguments import explain_option
 from drawbar.cli.checkpoint import checkpoint
 from drawbar.cli.completion import completion
 from drawbar.cli.config import config
@@ -24,7 +25,6 @@ from drawbar.cli.predict import predict
 from drawbar.cli.prepare import prepare
 from drawbar.cli.runs import runs
 from drawbar.cli.train import train
-from drawbar.cli.usage import explain_option
 from drawbar.cli.watch import watch
 from drawbar.errors import ExitCode, UserError
 from drawbar.util.registry import load_points

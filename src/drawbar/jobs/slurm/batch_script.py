@@ -14,9 +14,9 @@ from drawbar.distributed.interrupt import SIGNAL_SECONDS
 from drawbar.errors import ExitCode, UserError
 from drawbar.jobs.job import Job
 from drawbar.jobs.job_files import CONFIG
+from drawbar.jobs.node.requeue import EXCLUDE, GAVE_UP, ONLY_IF_LOST, REQUEUED
 from drawbar.jobs.settings import ClusterSection
 from drawbar.jobs.slurm.allocation import OWN_JOB
-from drawbar.jobs.slurm.bad_node_requeue import EXCLUDE, GAVE_UP, ONLY_IF_LOST, REQUEUED
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
@@ -160,7 +160,7 @@ def _begin(cluster: ClusterSection) -> str:
 
 
 def _requeue_after_bad_nodes(job: Job) -> str:
-    """The script's lines for a job that failed with bad nodes (see ``bad_node_requeue``); empty where the job does not
+    """The script's lines for a job that failed with bad nodes (see ``jobs.node.requeue``); empty where the job does not
     go back into the queue, and in a container, where Slurm's commands are missing."""
     cluster = job.cluster
     if job.nodes == 1 or not cluster.requeue or job.allocation is not None or job.container is not None:

@@ -32,8 +32,15 @@ from drawbar.jobs.settings import ClusterSection
 from drawbar.jobs.slurm.allocation import Allocation
 from drawbar.jobs.slurm.batch_script import log_path, render
 from drawbar.jobs.slurm.obstacles import check_slurm, fitting_nodes
-from drawbar.jobs.slurm.partitions import read_nodes, read_partitions
-from drawbar.jobs.slurm.queue import QueueEntry, check_configured, lost_nodes, read_queue, scancel
+from drawbar.jobs.slurm.queries import (
+    QueueEntry,
+    check_configured,
+    lost_nodes,
+    read_nodes,
+    read_partitions,
+    read_queue,
+    scancel,
+)
 
 
 def sbatch(script: str, folder: Path) -> str:
