@@ -145,9 +145,9 @@ def _compare(
     from drawbar.parity.run import run_process
     from drawbar.parity.workload import Workload
     from drawbar.tasks.task_registry import task_class
-    from drawbar.tracking.console import SilentConsole, make_console
+    from drawbar.tracking.console import Console, make_console
 
-    console = SilentConsole() if as_json else make_console(os.environ.get("RANK", "0") == "0")
+    console = Console() if as_json else make_console(os.environ.get("RANK", "0") == "0")
     copied = folder.path / INITIAL_MODEL
     initial_model = copied if copied.is_dir() else None
     workload = Workload(config, task or task_class(config.task.type), steps, layers, initial_model=initial_model)

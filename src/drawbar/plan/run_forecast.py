@@ -35,7 +35,7 @@ from drawbar.tasks.padding import choose_padding_free
 from drawbar.tasks.task import Task, records_of
 from drawbar.tasks.task_context import TaskContext
 from drawbar.tasks.user_methods import make_task, name_failing_method
-from drawbar.tracking.console import SilentConsole
+from drawbar.tracking.console import Console
 from drawbar.train.batches import FIRST_RECORDS, encode_split, open_split, order_and_rows
 from drawbar.train.memory_probe import Trial, largest_that_fits
 from drawbar.train.setup import build_task, count_steps
@@ -318,7 +318,7 @@ class Forecaster:
         opened = open_split(self._task, "train", config, alone)
         if opened.cache_inputs is None or not is_cached(config.cache_dir, "train", opened.cache_inputs):
             return None
-        split = encode_split(self._task, opened, config, alone, SilentConsole())
+        split = encode_split(self._task, opened, config, alone, Console())
         return len(order_and_rows(self._task, split, config)[1])
 
     def _steps(self, config: RunConfig) -> int | None:

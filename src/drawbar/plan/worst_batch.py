@@ -18,7 +18,7 @@ from drawbar.tasks.batch import Batch
 from drawbar.tasks.method_errors import method_error
 from drawbar.tasks.task import Task
 from drawbar.tasks.user_methods import name_failing_method
-from drawbar.tracking.console import SilentConsole
+from drawbar.tracking.console import Console
 from drawbar.train.batches import FIRST_RECORDS, OpenedSplit, batch_maker, first_samples, train_micro_batch
 
 _DECODER_FIELDS = ("labels", "decoder_input_ids")
@@ -32,7 +32,7 @@ def longest_sample(task: Task, config: RunConfig, world: Distributed, records: A
     Raises:
         UserError: the first records cannot be read or encoded.
     """
-    split = first_samples(OpenedSplit("train", records), task, config, world, SilentConsole())
+    split = first_samples(OpenedSplit("train", records), task, config, world, Console())
     sample = dict(split.samples[0])
     if np.ndim(sample.get("input_ids", 0)) != 1:
         first = [split.samples[number] for number in range(min(len(split.samples), FIRST_RECORDS))]
