@@ -149,7 +149,7 @@ def test_starting_over_begins_the_file_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", [b"\x00\x00\xff\n", b'{"step": 1, "tr\n', b"[1]\n", b'{"step": null}\n', b"\n"])
 def test_a_damaged_line_is_named_and_dropped(tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n' + damage + b'{"step": 2}')
+    path.write_bytes(b'{"step": 1, "time": 1.0}\n' + damage + b'{"step": 2, "time": 2.0}')
     started(tmp_path, 2).log(3, {})
     assert [entry["step"] for entry in entries(path)] == [1, 2, 3]
     assert "metrics.jsonl, line 2" in caplog.text
