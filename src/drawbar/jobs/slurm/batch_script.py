@@ -13,7 +13,7 @@ from drawbar.config.io.user_code import SNAPSHOT
 from drawbar.distributed.interrupt import SIGNAL_SECONDS
 from drawbar.errors import ExitCode, UserError
 from drawbar.jobs.job import Job
-from drawbar.jobs.job_files import CONFIG
+from drawbar.jobs.node.each_node import CONFIG
 from drawbar.jobs.node.requeue import EXCLUDE, GAVE_UP, ONLY_IF_LOST, REQUEUED
 from drawbar.jobs.settings import ClusterSection
 from drawbar.jobs.slurm.allocation import OWN_JOB
