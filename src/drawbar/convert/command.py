@@ -133,7 +133,7 @@ def _to_model(source: Path, form: str, model: str, output: Path) -> None:
     from drawbar.util.torch_imports import quick_imports
 
     with quick_imports():
-        from drawbar.convert.import_weights import import_weights
+        from drawbar.convert.convert_run import import_weights
 
     import_weights(source, form, model, output)
     print(f"{output}: a model for task.model; its optimizer state is not taken: training begins with a fresh one")
