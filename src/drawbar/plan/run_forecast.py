@@ -1,5 +1,6 @@
 """The forecast of a run on given machines: what each kind of rank takes, and the run as a whole."""
 
+import json
 import math
 import multiprocessing
 import os
@@ -26,7 +27,6 @@ from drawbar.engines.build import choose_strategy
 from drawbar.errors import ExitCode, UserError
 from drawbar.parallel import context
 from drawbar.parallel.precision import choose_dtypes
-from drawbar.parity.cases import case_text
 from drawbar.plan.fake_world import HOST, FakeWorld
 from drawbar.plan.machine import Machine
 from drawbar.plan.rank_forecast import RankForecast, forecast_rank
@@ -281,7 +281,8 @@ class Forecaster:
         """How a user writes the configuration's own ``parallel``, with ``auto`` resolved."""
         parallel = self.resolve(config).parallel
         settings = parallel.model_dump(mode="json", exclude_defaults=True, exclude={"strategy", "compile"})
-        return case_text({"strategy": parallel.strategy, **settings})
+        written = (f"{name}={json.dumps(value)}".replace('"', "") for name, value in settings.items())
+        return " ".join([parallel.strategy, *written])
 
     def resolve(self, config: RunConfig) -> RunConfig:
         """The configuration with dtypes, ``data.padding_free`` and strategy decided for the machines, and without
