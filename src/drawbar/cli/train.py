@@ -182,3 +182,13 @@ def rerun_command(task: "type[Task] | None") -> list[str]:
     if spec is not None and os.path.realpath(spec.origin or "") == os.path.realpath(program):
         return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
     return sys.argv[:]
+
+
+def rerun_as_ranks(config: "RunConfig", task: "type[Task] | None") -> int | None:
+    """Run this command again on as many processes as it is to have; the exit code. None where this process is all."""
+    processes = count_processes(config)
+    if processes == 1:
+        return None
+    from drawbar.launch.agent import run_processes
+
+    return run_processes(rerun_command(task), processes, trains=False)

@@ -58,9 +58,7 @@ def check_run_folder(run_dir: Path) -> list[str]:
     return [finding.what for finding in found if finding.level is Level.WARNING]
 
 
-def check_memory(
-    job: Job, program: str | None, force: bool, timeout: float = PLAN_SECONDS
-) -> tuple[str | None, Mapping[str, Any] | None]:
+def check_memory(job: Job, program: str | None, force: bool) -> tuple[str | None, Mapping[str, Any] | None]:
     """Where ``cluster.gpu_memory`` says what a run must fit into, plan it, in a process of its own as that takes torch.
     Returns a note for the user, and what ``drawbar plan --json`` wrote; None where nothing was planned.
 
@@ -80,9 +78,9 @@ def check_memory(
         command += ["--nodes", str(job.nodes), "--gpus", str(job.processes), "--json", str(result)]
         command += ["--gpu-memory", job.cluster.gpu_memory, "--strategies", "none"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PLAN_SECONDS, check=False)
         except subprocess.TimeoutExpired:
-            return f"the memory of the run could not be planned within {timeout:.0f} s", None
+            return f"the memory of the run could not be planned within {PLAN_SECONDS:.0f} s", None
         if not result.exists():
             said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()
             why = next((line for line in said if line.startswith("error:")), said[-1])

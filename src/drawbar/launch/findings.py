@@ -7,6 +7,7 @@ The node check of a launch has the findings of nodes that differ. Without torch.
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -206,7 +207,7 @@ def restart_number(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def record_bad_nodes(run_dir: Path, launch_id: str, reasons: Mapping[str, str]) -> None:
-    """Add an entry. Raises OSError where it cannot be written.
+    """Add an entry; if it cannot be written, that is a warning.
 
     Args:
         launch_id: see ``Rendezvous``.
@@ -214,8 +215,11 @@ def record_bad_nodes(run_dir: Path, launch_id: str, reasons: Mapping[str, str]) 
     """
     path = run_dir / LAUNCH_FOLDER / BAD_NODES_FILE
     entry = {"job": launch_id, "attempt": restart_number(), "time": round(time.time(), 3), "nodes": dict(reasons)}
-    text = json.dumps([*_entries(run_dir), entry], indent=2, ensure_ascii=False) + "\n"
-    write_atomically(path, text.encode())
+    try:
+        text = json.dumps([*_entries(run_dir), entry], indent=2, ensure_ascii=False) + "\n"
+        write_atomically(path, text.encode())
+    except OSError as error:
+        print(f"warning: cannot write down the bad nodes: {error}", file=sys.stderr, flush=True)
 
 
 def bad_nodes(run_dir: Path, launch_id: str, restart: int | None = None) -> dict[str, str]:

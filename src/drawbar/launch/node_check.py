@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -157,7 +157,7 @@ class NodeCheck:
         found += [*of_nodes(said), *of_clocks(said, [heard[node] for node in there])]
         problems = _problems(found)
         if bad := _bad_nodes(problems):
-            _record(self.run_dir, rendezvous, bad)
+            record_bad_nodes(self.run_dir, rendezvous.launch_id, bad)
         store.set("verdict", json.dumps([asdict(finding) for finding in found]))
         if problems:
             others = [f"has_result/{node}" for node in there if node != 0]
@@ -185,7 +185,7 @@ class NodeCheck:
         """Record the first node as bad, unless it has already recorded this node as bad."""
         if rendezvous.name(rendezvous.node) not in bad_nodes(self.run_dir, rendezvous.launch_id, restart_number()):
             reason = f"node {rendezvous.name(0)} did not answer within {self.seconds:.0f} s"
-            _record(self.run_dir, rendezvous, {rendezvous.name(0): reason})
+            record_bad_nodes(self.run_dir, rendezvous.launch_id, {rendezvous.name(0): reason})
 
 
 def collect_facts(name: str, config: str, device: str) -> NodeFacts:
@@ -291,7 +291,7 @@ class NodeWatch:
             print(f"error: {reasons[name]}", file=sys.stderr, flush=True)
         if not reasons:
             return
-        _record(self._run_dir, self._rendezvous, reasons)
+        record_bad_nodes(self._run_dir, self._rendezvous.launch_id, reasons)
         if self._rendezvous.node == 0:
             self._store.set("lost", "; ".join(reasons.values()))
 
@@ -322,13 +322,6 @@ def _connect_once(rendezvous: Rendezvous) -> dist.TCPStore:
     return dist.TCPStore(
         host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
     )
-
-
-def _record(run_dir: Path, rendezvous: Rendezvous, reasons: Mapping[str, str]) -> None:
-    try:
-        record_bad_nodes(run_dir, rendezvous.launch_id, reasons)
-    except OSError as error:
-        print(f"warning: cannot write down the bad nodes: {error}", file=sys.stderr, flush=True)
 
 
 def _problems(found: Sequence[Finding]) -> list[Finding]:
