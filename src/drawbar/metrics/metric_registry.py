@@ -38,10 +38,8 @@ BUILT_IN_METRICS: dict[str, Metric] = {
     "entity_f1": entity_f1,
     "tag_accuracy": tag_accuracy,
 }
-METRICS: Registry[Metric] = Registry("metric", "drawbar.metrics")
+METRICS: Registry[Metric] = Registry("metric", "drawbar.metrics", BUILT_IN_METRICS)
 """Names for ``task.metrics``. A function of your own is also found as ``package.module:function``."""
-for _name, _metric in BUILT_IN_METRICS.items():
-    METRICS.register(_name)(_metric)
 
 SMALLER_IS_BETTER = frozenset({"loss", "perplexity", "bits_per_byte", "mse", "mae"})
 LARGER_IS_BETTER = frozenset({*BUILT_IN_METRICS, *ROUGE_SCORES, *ENTITY_SCORES}) - SMALLER_IS_BETTER

@@ -2,7 +2,7 @@
 kind by name, with those that packages bring as entry points."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -54,7 +54,6 @@ def has_folder(name: str) -> bool:
 
 
 T = TypeVar("T")
-_T = TypeVar("_T")
 
 
 class Registry(Generic[T]):
@@ -63,32 +62,18 @@ class Registry(Generic[T]):
     Args:
         kind: what one of them is called in messages: ``launcher``.
         group: the group of entry points by which other packages add theirs: ``drawbar.launchers``.
+        built_in: drawbar's own by name, or where each is: ``package.module:attribute``. They go before those of
+            packages.
     """
 
-    def __init__(self, kind: str, group: str) -> None:
+    def __init__(self, kind: str, group: str, built_in: "Mapping[str, T | str] | None" = None) -> None:
         self.kind = kind
         self.group = group
-        self._registered: dict[str, T] = {}
-        self._lazy: dict[str, EntryPoint] = {}
+        self._built_in = built_in or {}
         self._loaded: dict[str, T] = {}
 
-    def register(self, name: str) -> "Callable[[_T], _T]":
-        """Decorator: what it stands above is the implementation of this name."""
-
-        def add(implementation: _T) -> _T:
-            self._check_new(name)
-            self._registered[name] = implementation  # type: ignore[assignment]  # a decorator keeps the exact type
-            return implementation
-
-        return add
-
-    def register_lazy(self, name: str, path: str) -> None:
-        """Add the implementation at ``package.module:attribute``, which is imported when it is first asked for."""
-        self._check_new(name)
-        self._lazy[name] = EntryPoint(name, path, self.group)
-
     def get(self, name: str, where: str) -> T:
-        """The implementation of this name. One that is registered goes before one of an installed package.
+        """The implementation of this name.
 
         Args:
             where: the setting or option that names it, for the error.
@@ -96,14 +81,16 @@ class Registry(Generic[T]):
         Raises:
             UserError: there is none, several packages bring one, or it cannot be imported.
         """
-        for known in (self._registered, self._loaded):
-            if name in known:
-                return known[name]
-        points = (
-            [self._lazy[name]]
-            if name in self._lazy
-            else [point for point in installed_points(self.group) if point.name == name]
-        )
+        own = self._built_in.get(name)
+        if own is not None and not isinstance(own, str):
+            return own
+        if name not in self._loaded:
+            point = EntryPoint(name, own, self.group) if own else self._installed(name, where)
+            self._loaded[name] = self._load(point, where)
+        return self._loaded[name]
+
+    def _installed(self, name: str, where: str) -> EntryPoint:
+        points = [point for point in installed_points(self.group) if point.name == name]
         if not points:
             raise self._unknown(name, where)
         if len(points) > 1:
@@ -113,13 +100,12 @@ class Registry(Generic[T]):
                 where=where,
                 remedy="uninstall all of them but one",
             )
-        self._loaded[name] = self._load(points[0], where)
-        return self._loaded[name]
+        return points[0]
 
     def names(self) -> list[str]:
-        """All names: those that are registered, then those of installed packages."""
+        """All names: drawbar's own, then those of installed packages."""
         installed = sorted(point.name for point in installed_points(self.group))
-        return list(dict.fromkeys([*self._registered, *self._lazy, *installed]))
+        return list(dict.fromkeys([*self._built_in, *installed]))
 
     def _load(self, point: EntryPoint, where: str) -> T:
         try:
@@ -142,10 +128,6 @@ class Registry(Generic[T]):
             where=where,
             remedy=f"{hint}There are: {known}; a package adds one by the entry point group {self.group}",
         )
-
-    def _check_new(self, name: str) -> None:
-        if name in self._registered or name in self._lazy:
-            raise ValueError(f"the {self.kind} {name!r} is registered already")
 
 
 def _package(point: EntryPoint) -> str:
