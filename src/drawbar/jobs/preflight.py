@@ -17,7 +17,8 @@ from drawbar.jobs.job import Job
 from drawbar.jobs.launcher import Launcher
 from drawbar.jobs.settings import ClusterSection, choose_runtime, lost_variables
 from drawbar.launch.findings import Level
-from drawbar.util.byte_sizes import readable
+from drawbar.util.byte_sizes import bytes_below, readable
+from drawbar.util.run_dir import checkpoint_folders
 
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task
@@ -48,8 +49,7 @@ def check_run_folder(run_dir: Path) -> list[str]:
     Raises:
         UserError: the folder cannot be written, or the disk is nearly full.
     """
-    checkpoints = sorted((run_dir / "checkpoints").glob("step-*[0-9]"))
-    newest = sum(path.stat().st_size for path in checkpoints[-1].rglob("*") if path.is_file()) if checkpoints else 0
+    newest = sum(bytes_below(folder) for folder in [*checkpoint_folders(run_dir).values()][-1:])
     folder = look_at_folder("run.dir", run_dir)
     found = list(findings.of_folder(folder, enough=0, least=max(64 * MIB, newest)))
     for finding in found:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drawbar.jobs.node.network import address_of_host_name, interface_address
+from drawbar.jobs.node.network import address_of_host_name, interface_address, read_text
 from drawbar.launch.findings import Finding, Gpus, Level, problem
 from drawbar.threads import usable_cores
 from drawbar.util.byte_sizes import readable
@@ -72,26 +72,19 @@ def _limit(kind: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
-
-
 def _available_memory() -> int | None:
-    lines = _read("/proc/meminfo").splitlines()
+    lines = read_text(Path("/proc/meminfo")).splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _container_memory() -> int | None:
     old = "/sys/fs/cgroup/memory/memory.limit_in_bytes"  # of cgroup version 1
-    text = _read("/sys/fs/cgroup/memory.max") or _read(old)
+    text = read_text(Path("/sys/fs/cgroup/memory.max")) or read_text(Path(old))
     return int(text) if text.isdigit() else None
 
 
 def _container_cores() -> float | None:
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    quota, _, period = read_text(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
     return int(quota) / int(period) if quota.isdigit() else None
 
 
