@@ -29,8 +29,7 @@ from drawbar.parallel import context
 from drawbar.parallel.precision import choose_dtypes
 from drawbar.plan.fake_world import HOST, FakeWorld
 from drawbar.plan.machine import Machine
-from drawbar.plan.rank_forecast import RankForecast, forecast_rank
-from drawbar.plan.worst_batch import longest_sample
+from drawbar.plan.rank_forecast import RankForecast, forecast_rank, longest_sample
 from drawbar.tasks.padding import choose_padding_free
 from drawbar.tasks.task import Task, records_of
 from drawbar.tasks.task_context import TaskContext
