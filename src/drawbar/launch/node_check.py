@@ -116,15 +116,14 @@ class NodeCheck:
         deadline.daemon = True
         deadline.start()
         try:
-            if _wait(lambda: _is_open(rendezvous), self.seconds):
-                return _connect_once(rendezvous)
+            if not _wait(lambda: _is_open(rendezvous), self.seconds):
+                raise dist.DistNetworkError("nobody listens there")
+            return _connect_once(rendezvous)
         except (dist.DistError, RuntimeError) as error:
             self._record_first_node(rendezvous)
             raise gone from error
         finally:
             deadline.cancel()
-        self._record_first_node(rendezvous)
-        raise gone
 
     def _listen_at(self, rendezvous: Rendezvous) -> dist.TCPStore:
         host, _, port = rendezvous.endpoint.rpartition(":")
