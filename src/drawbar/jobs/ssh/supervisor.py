@@ -279,7 +279,12 @@ class _Supervisor:
             ended = [host for host in running if host.ended in done]
             running = [host for host in running if host.ended not in done]
             if not ended:
-                raise _left_behind(running)
+                names = ", ".join(host.name for host in running)
+                raise UserError(
+                    f"still running {_TOGETHER_SECONDS}s after another host had ended: {names}",
+                    remedy="look above for what these hosts say; they were ended",
+                    exit_code=ExitCode.FAILED,
+                )
             for host in ended:
                 code = host.ended.result()
                 if code not in _QUIET:
@@ -289,7 +294,12 @@ class _Supervisor:
 
     def _one_failed(self, host: RemoteHost, code: int) -> int:
         if code == SSH_FAILED or code < 0:
-            raise _lost(host)
+            raise UserError(
+                f"lost the host {host.name}: its connection ended, or what drawbar runs there was killed",
+                remedy="see whether the host is up and has memory left; the same command goes on from the last "
+                "checkpoint",
+                exit_code=ExitCode.FAILED,
+            )
         if len(self._hosts) > 1:
             print(f"drawbar: {host.name} ended with exit code {code}, and the others with it", file=sys.stderr)
         return code
@@ -313,20 +323,3 @@ class _Supervisor:
             with suppress(asyncio.CancelledError, OSError):
                 end.cancel()
                 await end
-
-
-def _lost(host: RemoteHost) -> UserError:
-    return UserError(
-        f"lost the host {host.name}: its connection ended, or what drawbar runs there was killed",
-        remedy="see whether the host is up and has memory left; the same command goes on from the last checkpoint",
-        exit_code=ExitCode.FAILED,
-    )
-
-
-def _left_behind(running: Sequence[RemoteHost]) -> UserError:
-    names = ", ".join(host.name for host in running)
-    return UserError(
-        f"still running {_TOGETHER_SECONDS}s after another host had ended: {names}",
-        remedy="look above for what these hosts say; they were ended",
-        exit_code=ExitCode.FAILED,
-    )
