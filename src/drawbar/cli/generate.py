@@ -81,7 +81,8 @@ def generate(
     on Alpaca's instructions does what the prompt says.
     """
     from drawbar.cli.arguments import load_run
-    from drawbar.cli.prompts import as_instruction, as_messages, default_prompts, read_prompts
+    from drawbar.cli.prompts import as_instruction, as_messages, read_prompts
+    from drawbar.errors import UserError
     from drawbar.util.torch_imports import quick_imports
 
     with quick_imports():
@@ -97,7 +98,13 @@ def generate(
     is_alpaca = not raw and reads_alpaca(loaded.config.task)
     ask = as_messages if messages_column is not None else as_instruction if is_alpaca else None
     all_prompts = [*prompts, *(read_prompts(input_file, messages_column, rename, is_alpaca) if input_file else [])]
-    all_prompts = all_prompts or default_prompts(answers=ask is not None)
+    if not all_prompts and ask is not None:
+        raise UserError(
+            "this run's model answers, and nobody asks",
+            where="--prompt",
+            remedy='ask it something, as in --prompt "Who are you?", or give --raw',
+        )
+    all_prompts = all_prompts or [""]  # the beginning of a document
     asked = all_prompts if ask is None else [ask(prompt) for prompt in all_prompts]
     trained = TrainedRun(loaded.config, task, checkpoint)
     seed_everything(seed)

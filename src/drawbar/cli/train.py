@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from drawbar.config.io.load_config import LoadedConfig
     from drawbar.config.io.source import Settings
     from drawbar.config.schema.run_config import RunConfig
-    from drawbar.launch.rendezvous import Rendezvous
     from drawbar.launch.warm_process import WarmProcess
     from drawbar.tasks.task import Task
 
@@ -78,7 +76,7 @@ def start(
 ) -> int:
     """Train here, or start the processes that do, and wait for them; the exit code of the run."""
     from drawbar.cli.arguments import check, check_training, read
-    from drawbar.config.rules.rule_table import PACKAGE_RULES, check_guests
+    from drawbar.config.rules.rule_table import PACKAGE_RULES, check_guests, check_world
     from drawbar.distributed.foreign_launcher import refuse_unconnected_processes
     from drawbar.launch.rendezvous import Rendezvous
     from drawbar.launch.warm_process import STATUS_VARIABLE
@@ -95,7 +93,16 @@ def start(
             click.echo(f"{loaded.config.run_dir}: starting", err=True)
         processes = count_processes(loaded.config)
         if processes > 1 or (rendezvous and rendezvous.nodes > 1):
-            return launch_ranks(loaded, rerun_command(task), processes, rendezvous, warm_process)
+            from drawbar.launch.agent import run_processes
+            from drawbar.launch.node_check import NodeCheck
+
+            config, total = loaded.config, processes * (rendezvous.nodes if rendezvous else 1)
+            check_world(config, total)
+            check_guests(loaded, total)
+            seconds = config.launch.roll_call_seconds
+            node_check = NodeCheck(config.model_dump_json(), config.device, config.run_dir, seconds)
+            command, timeout = rerun_command(task), config.launch.timeout
+            return run_processes(command, processes, rendezvous, timeout, node_check, warm_process)
 
     with quick_imports():
         from drawbar.distributed.rank_info import RankInfo
@@ -104,27 +111,6 @@ def start(
     check_guests(loaded, RankInfo.from_environment().world_size)
     trainer = Trainer(loaded.config, task, resume=resume, fork=fork, weights_only=weights_only, notes=loaded.notes)
     return trainer.fit().exit_code
-
-
-def launch_ranks(
-    loaded: "LoadedConfig",
-    command: list[str],
-    processes: int,
-    rendezvous: "Rendezvous | None",
-    warm_process: "WarmProcess | None",
-) -> int:
-    """Start this node's ranks, and wait for them; the exit code of the run."""
-    from drawbar.config.rules.rule_table import check_guests, check_world
-    from drawbar.launch.agent import run_processes
-    from drawbar.launch.node_check import NodeCheck
-
-    config = loaded.config
-    total = processes * (rendezvous.nodes if rendezvous else 1)
-    check_world(config, total)
-    check_guests(loaded, total)
-    roll_call_seconds = config.launch.roll_call_seconds
-    node_check = NodeCheck(config.model_dump_json(), config.device, config.run_dir, roll_call_seconds)
-    return run_processes(command, processes, rendezvous, config.launch.timeout, node_check, warm_process)
 
 
 def start_early(
