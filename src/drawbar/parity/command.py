@@ -88,7 +88,8 @@ def parity(
         check_plotly("drawbar parity --html")
         check_target(target, "--html")
     started = "RANK" in os.environ or "WORLD_SIZE" in os.environ
-    count = int(os.environ.get("WORLD_SIZE", "1")) if started else ranks or _usual_ranks(loaded.config)
+    nproc = loaded.config.launch.nproc
+    count = int(os.environ.get("WORLD_SIZE", "1")) if started else ranks or (2 if nproc == "auto" else nproc)
 
     with quick_imports():
         from drawbar.models.folder import INITIAL_MODEL
@@ -125,10 +126,6 @@ def parity(
             write_page(render_parity(report.values()), target, "--html")
             click.echo(f"page: {target}", err=as_json)
         return report.exit_code
-
-
-def _usual_ranks(config: "RunConfig") -> int:
-    return 2 if config.launch.nproc == "auto" else config.launch.nproc
 
 
 def _compare(

@@ -124,7 +124,13 @@ def render(job: Job) -> str:
     parts = [shell, f"# {what} on {_count(job.nodes, 'node')}; made by drawbar submit."]
     parts += [f"#SBATCH {option}" for option in _options(job, cluster)]
     parts += ["", *_run_lines(job), _CONFIG.format(variable=CONFIG), *_code_lines(job)]
-    parts.append(_begin(cluster) if job.allocation is None else "")
+    begin = _BEGIN.format(
+        own_job=OWN_JOB,
+        signal_variable=SIGNAL_SECONDS,
+        signal_seconds=cluster.signal_seconds,
+        terminated=128 + signal.SIGTERM,
+    )
+    parts.append("" if job.allocation is not None else begin)  # those of a job that Slurm queues
     parts += [f"module load {shlex.quote(module)} || exit" for module in cluster.modules]
     variables = {**job.environment, **cluster.environment}
     parts += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -147,16 +153,6 @@ def render(job: Job) -> str:
     then = _REQUEUE if cluster.requeue else _NO_REQUEUE
     end = _END.format(requeue=int(ExitCode.REQUEUE), killed=128 + signal.SIGUSR1, then=then)
     return "\n".join(parts) + body + _requeue_after_bad_nodes(job) + end
-
-
-def _begin(cluster: ClusterSection) -> str:
-    """The first lines of a job that Slurm queues; a run in an existing allocation has none of them."""
-    return _BEGIN.format(
-        own_job=OWN_JOB,
-        signal_variable=SIGNAL_SECONDS,
-        signal_seconds=cluster.signal_seconds,
-        terminated=128 + signal.SIGTERM,
-    )
 
 
 def _requeue_after_bad_nodes(job: Job) -> str:
