@@ -33,9 +33,8 @@ from drawbar.engines.executors import count_targets
 from drawbar.engines.updaters import TorchUpdater
 from drawbar.parallel.zero1 import local_optimizer
 from drawbar.plan.machine import Machine
-from drawbar.plan.rank_forecast import forecast_rank
+from drawbar.plan.rank_forecast import forecast_rank, rows_and_count, worst_micro_batch
 from drawbar.plan.run_forecast import Forecaster, in_own_process
-from drawbar.plan.worst_batch import rows_and_count, worst_micro_batch
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.task_registry import task_class
 from drawbar.tasks.user_methods import make_task

@@ -2,14 +2,51 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 from drawbar.config.io.load_config import load_config
 from drawbar.config.rules.rule import Rule
 from drawbar.config.rules.rule_table import RULES, TRAIN_RULES
-from drawbar.parity.cases import PARALLEL_OPTIONS, ConfigOption
 
+
+@dataclass(frozen=True)
+class ConfigOption:
+    """What a user may switch on, and the settings that do it, by dotted key."""
+
+    label: str
+    settings: Mapping[str, Any]
+
+
+def _fsdp(**settings: Any) -> dict[str, Any]:
+    return {"parallel.strategy": "fsdp", **{f"parallel.{name}": value for name, value in settings.items()}}
+
+
+def _deepspeed(stage: int, **settings: Any) -> dict[str, Any]:
+    chosen = {"strategy": "deepspeed", "zero_stage": stage, **settings}
+    return {f"parallel.{name}": value for name, value in chosen.items()}
+
+
+PARALLEL_OPTIONS = (
+    ConfigOption("single", {"parallel.strategy": "single"}),
+    ConfigOption("dp", {"parallel.strategy": "dp"}),
+    ConfigOption("ddp", {"parallel.strategy": "ddp"}),
+    ConfigOption("zero1", {"parallel.strategy": "zero1"}),
+    ConfigOption("fsdp", _fsdp()),
+    ConfigOption("fsdp, reshard=false", _fsdp(reshard=False)),
+    ConfigOption("fsdp, replicate=2", _fsdp(replicate=2)),
+    ConfigOption("fsdp, offload", _fsdp(offload=True)),
+    *(ConfigOption(f"deepspeed, zero {stage}", _deepspeed(stage)) for stage in range(4)),
+    ConfigOption("deepspeed, zero 2, offload", _deepspeed(2, offload=True)),
+    ConfigOption("deepspeed, zero 3, offload", _deepspeed(3, offload=True)),
+    ConfigOption("tensor", {"parallel.tensor": 2}),
+    ConfigOption("tensor, sequence", {"parallel.tensor": 2, "parallel.sequence": True}),
+    ConfigOption("pipeline, 1f1b", {"parallel.pipeline": 2}),
+    ConfigOption("pipeline, gpipe", {"parallel.pipeline": 2, "parallel.schedule": "gpipe"}),
+    ConfigOption("pipeline, interleaved", {"parallel.pipeline": 2, "parallel.schedule": "interleaved"}),
+    ConfigOption("context", {"parallel.context": 2}),
+)
 OTHERS = (
     ConfigOption("activation_checkpointing: full", {"parallel.activation_checkpointing": "full"}),
     ConfigOption("activation_checkpointing: selective", {"parallel.activation_checkpointing": "selective"}),

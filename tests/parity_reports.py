@@ -3,8 +3,7 @@
 from dataclasses import asdict
 
 from drawbar.parity.comparison import Comparison, Fault, Worst
-from drawbar.parity.diagnosis import Diagnosis
-from drawbar.parity.divergence import ComparedModule
+from drawbar.parity.divergence import ComparedModule, Diagnosis
 from drawbar.parity.result import ParityReport, Result
 
 STEPS = 4

@@ -3,11 +3,10 @@
 import sys
 from pathlib import Path
 
+import torch
 from ngrams import bits_per_byte
 
 import drawbar
-from drawbar.commands.score_run import generate_from_run
-from drawbar.evaluation.text_generation import Sampling
 from drawbar.report.report_page import write_report
 from drawbar.tracking.table import print_table
 
@@ -23,8 +22,9 @@ def main(overrides: list[str]) -> int:
 
     task = drawbar.CausalLM(config)
     train, validation = ([record["text"] for record in task.records(split)] for split in ("train", "validation"))
-    sampling = Sampling(max_new_tokens=110, temperature=0.6)
-    [sample] = generate_from_run(config, None, [PROMPT], sampling, "best", seed=1)
+    run = drawbar.load_run(config.run_dir, checkpoint="best")
+    torch.manual_seed(1)
+    [sample] = run.generate(PROMPT, max_new_tokens=110, temperature=0.6)
 
     print("\nA sample:\n")
     print(PROMPT + sample)

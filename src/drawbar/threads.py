@@ -21,6 +21,11 @@ _POOL_SECONDS = 10.0
 _OWN_CHOICES = (*SLEEP_SOON, "KMP_BLOCKTIME", "KMP_LIBRARY")
 
 
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def let_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set ``SLEEP_SOON`` for the OpenMP runtime that torch will load, in this process and those that it starts, unless
     the user has set one of ``_OWN_CHOICES``. The runtime reads these variables once, when it is loaded."""

@@ -19,8 +19,7 @@ import drawbar
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.read import read_snapshot
 from drawbar.config.schema.run_config import RunConfig
-from drawbar.convert.convert_run import convert_run
-from drawbar.convert.import_weights import import_weights
+from drawbar.convert.convert_run import convert_run, import_weights
 from harness import run_ranks
 from runs import fit_in
 from tiny import ARCHITECTURES, CPU, LENGTH, VOCABULARY, Numbers

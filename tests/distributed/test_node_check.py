@@ -18,8 +18,7 @@ import torch
 from drawbar.distributed.watchdog import NODE
 from drawbar.errors import UserError
 from drawbar.launch import node_check
-from drawbar.launch.bad_nodes import bad_nodes
-from drawbar.launch.findings import CLOCK_SECONDS
+from drawbar.launch.findings import CLOCK_SECONDS, bad_nodes
 from drawbar.launch.node_check import NodeCheck
 from drawbar.launch.rendezvous import Rendezvous
 from harness import free_port, run_ranks, wait_until

@@ -8,10 +8,9 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.append(str(DOCS))
 
-from compatibility_page import OTHERS, are_alternatives, broken_rules, render  # noqa: E402
+from compatibility_page import OTHERS, PARALLEL_OPTIONS, are_alternatives, broken_rules, render  # noqa: E402
 
 from drawbar.config.rules.parallel_rules import PARALLEL  # noqa: E402
-from drawbar.parity.cases import PARALLEL_OPTIONS  # noqa: E402
 
 
 @pytest.mark.exhaustive

@@ -8,7 +8,7 @@ from pages import blocks
 
 from drawbar.config.schema.run_config import LaunchSection, RunConfig
 from drawbar.jobs.settings import ClusterSection
-from drawbar.launch.bad_nodes import FILE, bad_nodes, record_bad_nodes
+from drawbar.launch.findings import BAD_NODES_FILE, bad_nodes, record_bad_nodes
 
 PAGE = Path(__file__).parents[2] / "docs" / "preflight.md"
 
@@ -29,7 +29,7 @@ def test_the_file_of_bad_nodes_is_as_shown(tmp_path: Path) -> None:
     (block,) = (block for block in blocks(PAGE) if block.language == "json")
     (shown,) = json.loads(block.text)
     record_bad_nodes(tmp_path, shown["job"], shown["nodes"])
-    (written,) = json.loads((tmp_path / "launch" / FILE).read_text())
+    (written,) = json.loads((tmp_path / "launch" / BAD_NODES_FILE).read_text())
     assert {**written, "time": shown["time"]} == shown
     assert bad_nodes(tmp_path, shown["job"], restart=0) == shown["nodes"]
     assert bad_nodes(tmp_path, shown["job"], restart=1) == bad_nodes(tmp_path, "drawbar-5") == {}

@@ -14,9 +14,9 @@ from apptainer_stand_in import calls, install, make_image
 from drawbar.config.io.load_config import load_config
 from drawbar.errors import UserError
 from drawbar.jobs.job_container import VARIABLES, Container, check_image, make_container
-from drawbar.jobs.job_files import config_file
 from drawbar.jobs.settings import INVALID_IN_BIND, ClusterSection, choose_runtime
 from drawbar.jobs.slurm.batch_script import render
+from drawbar.util.run_dir import job_config
 from harness import run_cli
 from messages import check_one_message
 
@@ -210,7 +210,7 @@ def test_hostile_words_arrive_at_pyxis(tmp_path: Path) -> None:
         "--container-mount-home",
         f"--container-env={','.join(sorted(variables, key=lambda name: name not in VARIABLES))}",
     ]
-    config = str(config_file(where / "runs" / "x", "7"))
+    config = str(job_config(where / "runs" / "x", "7"))
     assert words[-len(HOSTILE) - 3 :] == [config, "python3", config, *HOSTILE]
 
 

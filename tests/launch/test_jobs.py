@@ -20,7 +20,7 @@ from drawbar.jobs.records import JobEnd, JobRecord, JobStatus, append_records, f
 from drawbar.jobs.settings import ClusterSection
 from drawbar.jobs.slurm import allocation
 from drawbar.jobs.slurm.allocation import Allocation
-from drawbar.jobs.slurm.queue import COLUMNS, QueueEntry, expand, parse
+from drawbar.jobs.slurm.queries import COLUMNS, QueueEntry, expand, parse
 from drawbar.jobs.slurm.slurm_launcher import few_cpus, judge_job
 from drawbar.jobs.submission import SubmitRequest, prepare_job
 from drawbar.tracking.run_view import read_run, write_run_status

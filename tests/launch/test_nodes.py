@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from drawbar.config.io.user_code import SNAPSHOT
-from drawbar.jobs.job_files import CONFIG, MOST_RESTARTS, count_restart
+from drawbar.jobs.node.each_node import CONFIG
 from drawbar.jobs.node.first_node import main
 from drawbar.jobs.node.network import (
     PORTS,
@@ -23,6 +23,7 @@ from drawbar.jobs.node.network import (
     interfaces,
     is_free,
 )
+from drawbar.jobs.node.restart import MOST_RESTARTS, count_restart
 from drawbar.launch.agent import report_failure
 from drawbar.launch.rendezvous import VARIABLE, Rendezvous
 from drawbar.util.run_dir import newest_step

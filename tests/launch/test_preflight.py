@@ -11,20 +11,21 @@ import pytest
 from conftest import make_project
 from drawbar.errors import UserError
 from drawbar.jobs.job import Job
+from drawbar.jobs.node.requeue import GAVE_UP, NO_BAD_NODES, requeue
 from drawbar.jobs.preflight import check_run_folder
 from drawbar.jobs.settings import ClusterSection
-from drawbar.jobs.slurm.bad_node_requeue import GAVE_UP, NO_BAD_NODES, requeue
 from drawbar.jobs.slurm.obstacles import find_obstacles, fitting_nodes
-from drawbar.jobs.slurm.partitions import (
+from drawbar.jobs.slurm.queries import (
     Partition,
     SlurmNode,
     count_gpus,
     facts,
+    parse_time,
     read_nodes,
     read_partitions,
+    write_time,
 )
-from drawbar.jobs.slurm_time import parse_time, write_time
-from drawbar.launch.bad_nodes import record_bad_nodes
+from drawbar.launch.findings import record_bad_nodes
 from harness import Finished, run_cli
 from messages import check_one_message
 from slurm_cluster import SlurmCluster

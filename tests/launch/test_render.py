@@ -16,9 +16,9 @@ from drawbar.config.io.load_config import load_config
 from drawbar.errors import UserError
 from drawbar.jobs.job import Job
 from drawbar.jobs.job_container import VARIABLES, make_container
-from drawbar.jobs.job_files import config_file
 from drawbar.jobs.settings import ClusterSection
 from drawbar.jobs.slurm.batch_script import render
+from drawbar.util.run_dir import job_config
 
 GOLDEN = Path(__file__).parent / "golden"
 JOB = Job(
@@ -187,7 +187,7 @@ def test_hostile_words_arrive_as_they_are(tmp_path: Path, tools: Path, is_sweep:
     assert (done.returncode, done.stderr) == (0, "")
     # what srun got: options, python -m drawbar.jobs.node.each_node RENDEZVOUS CONFIG, and the command
     number = "7_1" if is_sweep else "7"
-    config = str(config_file(job.run_dir, number))
+    config = str(job_config(job.run_dir, number))
     command = [config, str(python), config, *HOSTILE]
     assert arguments.read_bytes().decode().split("\0")[-len(command) - 1 : -1] == command
     assert base64.b64decode((where / "config").read_bytes()).decode() == text

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from conftest import make_project
-from drawbar.jobs.slurm_time import parse_time
+from drawbar.jobs.slurm.queries import parse_time
 from harness import run_cli, wait_until
 from runs import losses, weights
 from slurm_cluster import SlurmCluster, kill_node, processes, start_node

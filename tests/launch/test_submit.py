@@ -10,8 +10,8 @@ import pytest
 from drawbar.config.io.load_config import load_config
 from drawbar.config.rules.rule_table import check_rules
 from drawbar.errors import UserError
+from drawbar.jobs.preflight import SUBMIT_RULES
 from drawbar.jobs.settings import ClusterSection
-from drawbar.jobs.submit_rules import SUBMIT_RULES
 from harness import Finished, run_cli
 from messages import check_one_message
 

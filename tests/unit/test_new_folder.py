@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.util.new_folder import new_folder
+from drawbar.util.atomic_files import new_folder
 
 
 def draft_of(folder: Path, pid: int, host: str | None = None) -> Path:

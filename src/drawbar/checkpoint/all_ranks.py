@@ -13,7 +13,7 @@ from drawbar.checkpoint.space import check_space
 from drawbar.distributed.file_broadcast import FileBroadcast
 from drawbar.distributed.process_group import Distributed
 from drawbar.errors import UserError
-from drawbar.util.new_folder import draft_of
+from drawbar.util.atomic_files import draft_of
 
 T = TypeVar("T")
 

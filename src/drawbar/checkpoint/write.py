@@ -35,8 +35,7 @@ from drawbar.checkpoint.format import (
     file_entry,
 )
 from drawbar.checkpoint.tensor_index import KINDS, PartFile, PartRecord, TensorIndex, TensorInfo, stored_order
-from drawbar.runtime.host_copies import tied_names, unique_names
-from drawbar.runtime.safetensors_reader import STORED_DTYPES, TensorBox, bytes_of
+from drawbar.runtime.safetensors_reader import STORED_DTYPES, TensorBox, bytes_of, tied_names, unique_names
 from drawbar.util.atomic_files import link_or_copy, sync
 
 _DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}

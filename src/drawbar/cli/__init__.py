@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from drawbar.cli.arguments import explain_option
 from drawbar.cli.checkpoint import checkpoint
 from drawbar.cli.completion import completion
 from drawbar.cli.config import config
@@ -24,10 +25,9 @@ from drawbar.cli.predict import predict
 from drawbar.cli.prepare import prepare
 from drawbar.cli.runs import runs
 from drawbar.cli.train import train
-from drawbar.cli.usage import explain_option
 from drawbar.cli.watch import watch
 from drawbar.errors import ExitCode, UserError
-from drawbar.util.entry_points import load_points
+from drawbar.util.registry import load_points
 
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task
@@ -232,7 +232,7 @@ def _report_error(error: Exception, text: str) -> None:
     """Report an error: to the launcher, which prints it once for all ranks, or here."""
     if _is_one_of_several():
         from drawbar.launch.agent import report_failure
-        from drawbar.launch.rank_environment import STATUS_VARIABLE
+        from drawbar.launch.warm_process import STATUS_VARIABLE
 
         if report_failure(error) and STATUS_VARIABLE in os.environ:
             return  # drawbar's launcher has started this rank, and prints the error

@@ -103,17 +103,14 @@ Examples:
 )
 @click.argument("shell", type=click.Choice(list(_SHELLS)), metavar="[bash|zsh|fish]", required=False)
 @click.option("--install", is_flag=True, help="Write the script into your home, where your shell reads it.")
-@click.option("--print", "prints", is_flag=True, hidden=True, help="Print the script: what it does without --install.")
 @click.pass_context
-def completion(context: click.Context, shell: str | None, install: bool, prints: bool) -> None:
+def completion(context: click.Context, shell: str | None, install: bool) -> None:
     """Print the script of the completion for your shell: TAB then completes commands, options, settings and their
     values, runs.
 
     With --install, the script is written into your home, and for bash and zsh one line into ~/.bashrc or ~/.zshrc that
     reads it. For this shell alone: eval "$(drawbar completion bash)".
     """
-    if install and prints:
-        raise click.UsageError("--install and --print do different things; give one of them.")
     shell = shell or Path(os.environ.get("SHELL", "")).name
     if shell not in _SHELLS:
         raise click.UsageError("say for which shell: drawbar completion bash, zsh or fish")

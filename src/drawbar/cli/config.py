@@ -23,7 +23,7 @@ class _Show(click.Command):
     """The command with an option for each form of a configuration that a guest brings."""
 
     def get_params(self, context: click.Context) -> list[click.Parameter]:
-        from drawbar.util.entry_points import load_points
+        from drawbar.util.registry import load_points
 
         *own, help_option = super().get_params(context)
         return [*own, *(_option(name, form) for name, form in load_points(FORMS_GROUP, "form")), help_option]
@@ -80,7 +80,7 @@ def show(task: Any, path: str, overrides: tuple[str, ...], origins: bool, form: 
 def _in_form(name: str, loaded: "LoadedConfig") -> str:
     from drawbar.cli.train import count_processes
     from drawbar.config.rules.rule_table import check_guests, check_rules
-    from drawbar.util.entry_points import load_points
+    from drawbar.util.registry import load_points
 
     check_rules(loaded)
     processes = count_processes(loaded.config)

@@ -41,17 +41,14 @@ def evaluate(
 ) -> int:
     """Evaluate a checkpoint of RUN (a run directory), every sample exactly once."""
     from drawbar.cli.arguments import load_run
-    from drawbar.cli.train import count_processes, rerun_command
+    from drawbar.cli.train import rerun_as_ranks
     from drawbar.config.rules.rule_table import RULES, check_rules
     from drawbar.util.torch_imports import quick_imports
 
     loaded = load_run(run, overrides, task)
     check_rules(loaded, RULES)
-    processes = count_processes(loaded.config)
-    if processes > 1:
-        from drawbar.launch.agent import run_processes
-
-        return run_processes(rerun_command(task), processes, trains=False)
+    if (code := rerun_as_ranks(loaded.config, task)) is not None:
+        return code
 
     with quick_imports():
         from drawbar.commands.score_run import evaluate_run

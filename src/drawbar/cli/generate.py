@@ -81,26 +81,36 @@ def generate(
     on Alpaca's instructions does what the prompt says.
     """
     from drawbar.cli.arguments import load_run
-    from drawbar.cli.prompts import as_instruction, as_messages, default_prompts, read_prompts
+    from drawbar.cli.prompts import as_instruction, as_messages, read_prompts
+    from drawbar.errors import UserError
     from drawbar.util.torch_imports import quick_imports
 
     with quick_imports():
         from drawbar.commands.output_files import TEXTS, check_output, write_lines
-        from drawbar.commands.score_run import generate_from_run
-        from drawbar.evaluation.text_generation import Sampling
+        from drawbar.commands.trained_run import TrainedRun
+        from drawbar.runtime.seed import seed_everything
         from drawbar.tasks.messages import reads_alpaca
 
     loaded = load_run(run, ("launch.nproc=1",), task)
     path = None if output is None else check_output(output, overwrite, TEXTS)
-    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, beams)
     messages_column = None if raw else getattr(loaded.config.task, "messages_column", None)
     rename = loaded.config.data.rename or {}
     is_alpaca = not raw and reads_alpaca(loaded.config.task)
     ask = as_messages if messages_column is not None else as_instruction if is_alpaca else None
     all_prompts = [*prompts, *(read_prompts(input_file, messages_column, rename, is_alpaca) if input_file else [])]
-    all_prompts = all_prompts or default_prompts(answers=ask is not None)
+    if not all_prompts and ask is not None:
+        raise UserError(
+            "this run's model answers, and nobody asks",
+            where="--prompt",
+            remedy='ask it something, as in --prompt "Who are you?", or give --raw',
+        )
+    all_prompts = all_prompts or [""]  # the beginning of a document
     asked = all_prompts if ask is None else [ask(prompt) for prompt in all_prompts]
-    texts = generate_from_run(loaded.config, task, asked, sampling, checkpoint, seed)
+    trained = TrainedRun(loaded.config, task, checkpoint)
+    seed_everything(seed)
+    texts = trained.generate(
+        asked, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, beams=beams
+    )
     if path is None:
         _print_texts(all_prompts, texts, are_answers=ask is not None)
     else:

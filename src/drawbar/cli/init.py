@@ -1,6 +1,5 @@
 """``drawbar init``: a small project that trains at once, from one of the folders in ``drawbar/templates``."""
 
-import os
 import re
 import shlex
 import tempfile
@@ -78,8 +77,10 @@ def write_project(target: Path, template: str) -> str:
     Raises:
         UserError: the folder is not empty, or cannot be written.
     """
+    from drawbar.commands.output_files import check_new_folder
+
     name = project_name(target)
-    _check_free(target)
+    check_new_folder(target, "DIR")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".drawbar-init-", dir=target.parent) as draft:
@@ -101,18 +102,6 @@ def write_project(target: Path, template: str) -> str:
 def project_name(target: Path) -> str:
     """The folder's name, with ``-`` for what the name of a run cannot hold (see ``run.name``)."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", target.resolve().name).lstrip(".-")[:128] or "project"
-
-
-def _check_free(target: Path) -> None:
-    if target.is_dir():
-        if not any(target.iterdir()):
-            return
-        problem = f"the folder {target} is not empty"
-    elif os.path.lexists(target):
-        problem = f"{target} is no folder"
-    else:
-        return
-    raise UserError(problem, where="DIR", remedy="name a new folder, or an empty one")
 
 
 def _fill(folder: Path, template: Traversable, name: str) -> None:

@@ -49,7 +49,7 @@ def predict(
 ) -> int:
     """Predict for records without labels, by the model of RUN (a run directory)."""
     from drawbar.cli.arguments import load_run
-    from drawbar.cli.train import count_processes, rerun_command
+    from drawbar.cli.train import rerun_as_ranks
     from drawbar.commands.output_files import PREDICTIONS, check_output
     from drawbar.config.rules.rule_table import RULES, check_rules
     from drawbar.util.torch_imports import quick_imports
@@ -58,11 +58,8 @@ def predict(
     loaded = load_run(run, (*given, *overrides), task)
     check_rules(loaded, RULES)
     path = check_output(output, overwrite, PREDICTIONS)
-    processes = count_processes(loaded.config)
-    if processes > 1:
-        from drawbar.launch.agent import run_processes
-
-        return run_processes(rerun_command(task), processes, trains=False)
+    if (code := rerun_as_ranks(loaded.config, task)) is not None:
+        return code
 
     with quick_imports():
         from drawbar.commands.score_run import predict_from_run

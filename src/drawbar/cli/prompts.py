@@ -61,21 +61,6 @@ def _value(record: Record, column: str, rename: Mapping[str, str]) -> Any:
     return None
 
 
-def default_prompts(answers: bool) -> "list[Prompt]":
-    """What a model goes on from where nobody says it: the beginning of a document.
-
-    Raises:
-        UserError: it is a model that answers, and there is nothing to answer.
-    """
-    if answers:
-        raise UserError(
-            "this run's model answers, and nobody asks",
-            where="--prompt",
-            remedy='ask it something, as in --prompt "Who are you?", or give --raw',
-        )
-    return [""]
-
-
 def as_instruction(prompt: "Prompt") -> "Prompt":
     """A prompt for a model that was trained on Alpaca's records: a text is an instruction without an input."""
     if isinstance(prompt, str):

@@ -75,9 +75,8 @@ def _values(run: "RunView") -> dict[str, Any]:
 
 def progress_values(progress: "Progress") -> dict[str, Any]:
     """The progress of a run for JSON; numbers that are not finite are texts, as in ``metrics.jsonl``."""
-    from drawbar.util.strict_json import json_number
+    from drawbar.util.strict_json import with_finite_numbers
 
-    def finite(values: dict[str, Any]) -> dict[str, Any]:
-        return {name: json_number(value) if isinstance(value, float) else value for name, value in values.items()}
-
-    return finite({**asdict(progress), "best": None if progress.best is None else finite(progress.best.model_dump())})
+    best = None if progress.best is None else progress.best.model_dump()
+    found: dict[str, Any] = with_finite_numbers({**asdict(progress), "best": best})
+    return found

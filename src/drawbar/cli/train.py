@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from drawbar.config.io.load_config import LoadedConfig
     from drawbar.config.io.source import Settings
     from drawbar.config.schema.run_config import RunConfig
-    from drawbar.launch.rendezvous import Rendezvous
     from drawbar.launch.warm_process import WarmProcess
     from drawbar.tasks.task import Task
 
@@ -66,7 +64,7 @@ def train(
 ) -> int:
     """Train the run that CONFIG (a YAML file) describes, with some settings changed."""
     from drawbar.distributed.interrupt import exit_on_signal
-    from drawbar.runtime.streams import ignore_output_errors
+    from drawbar.runtime.log import ignore_output_errors
 
     ignore_output_errors()
     with exit_on_signal():
@@ -78,10 +76,10 @@ def start(
 ) -> int:
     """Train here, or start the processes that do, and wait for them; the exit code of the run."""
     from drawbar.cli.arguments import check, check_training, read
-    from drawbar.config.rules.rule_table import PACKAGE_RULES, check_guests
+    from drawbar.config.rules.rule_table import PACKAGE_RULES, check_guests, check_world
     from drawbar.distributed.foreign_launcher import refuse_unconnected_processes
-    from drawbar.launch.rank_environment import STATUS_VARIABLE
     from drawbar.launch.rendezvous import Rendezvous
+    from drawbar.launch.warm_process import STATUS_VARIABLE
     from drawbar.util.torch_imports import quick_imports
 
     rendezvous = Rendezvous.from_environment()
@@ -95,7 +93,16 @@ def start(
             click.echo(f"{loaded.config.run_dir}: starting", err=True)
         processes = count_processes(loaded.config)
         if processes > 1 or (rendezvous and rendezvous.nodes > 1):
-            return launch_ranks(loaded, rerun_command(task), processes, rendezvous, warm_process)
+            from drawbar.launch.agent import run_processes
+            from drawbar.launch.node_check import NodeCheck
+
+            config, total = loaded.config, processes * (rendezvous.nodes if rendezvous else 1)
+            check_world(config, total)
+            check_guests(loaded, total)
+            seconds = config.launch.roll_call_seconds
+            node_check = NodeCheck(config.model_dump_json(), config.device, config.run_dir, seconds)
+            command, timeout = rerun_command(task), config.launch.timeout
+            return run_processes(command, processes, rendezvous, timeout, node_check, warm_process)
 
     with quick_imports():
         from drawbar.distributed.rank_info import RankInfo
@@ -106,34 +113,12 @@ def start(
     return trainer.fit().exit_code
 
 
-def launch_ranks(
-    loaded: "LoadedConfig",
-    command: list[str],
-    processes: int,
-    rendezvous: "Rendezvous | None",
-    warm_process: "WarmProcess | None",
-) -> int:
-    """Start this node's ranks, and wait for them; the exit code of the run."""
-    from drawbar.config.rules.rule_table import check_guests, check_world
-    from drawbar.launch.agent import run_processes
-    from drawbar.launch.node_check import NodeCheck
-
-    config = loaded.config
-    total = processes * (rendezvous.nodes if rendezvous else 1)
-    check_world(config, total)
-    check_guests(loaded, total)
-    roll_call_seconds = config.launch.roll_call_seconds
-    node_check = NodeCheck(config.model_dump_json(), config.device, config.run_dir, roll_call_seconds)
-    return run_processes(command, processes, rendezvous, config.launch.timeout, node_check, warm_process)
-
-
 def start_early(
     task: "type[Task] | None", settings: "Settings"
 ) -> "AbstractContextManager[WarmProcess] | AbstractContextManager[None]":
     """The process that is to fork the ranks; it begins to import while the settings are checked. None where they do not
     say how many ranks there are, and where ranks are not forked: see :mod:`drawbar.launch.warm_process`."""
-    from drawbar.launch.rank_environment import become_launcher
-    from drawbar.launch.warm_process import WarmProcess
+    from drawbar.launch.warm_process import WarmProcess, become_launcher
 
     section = settings.values.get("launch")
     nproc = section.get("nproc") if isinstance(section, dict) else None
@@ -183,3 +168,13 @@ def rerun_command(task: "type[Task] | None") -> list[str]:
     if spec is not None and os.path.realpath(spec.origin or "") == os.path.realpath(program):
         return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
     return sys.argv[:]
+
+
+def rerun_as_ranks(config: "RunConfig", task: "type[Task] | None") -> int | None:
+    """Run this command again on as many processes as it is to have; the exit code. None where this process is all."""
+    processes = count_processes(config)
+    if processes == 1:
+        return None
+    from drawbar.launch.agent import run_processes
+
+    return run_processes(rerun_command(task), processes, trains=False)

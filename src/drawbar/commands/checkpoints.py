@@ -125,13 +125,9 @@ def list_checkpoints(run: Path, as_json: bool) -> None:
         UserError: there is no such run, or the disk cannot be read.
     """
     directory = _directory(run)
-    try:
-        best = _best_step(directory)
-    except UserError as error:
-        if error.exit_code != ExitCode.WRONG_REQUEST:
-            raise  # the disk cannot be read
-        logger.warning("%s (%s)", error.what, error.where)
-        best = None
+    best, damage = _best_step(directory)
+    if damage is not None:
+        logger.warning("%s (%s)", damage.what, damage.where)
     found = summaries(directory)
     print_summaries(found, best, str(directory.path), as_json)
     if as_json:
@@ -163,16 +159,10 @@ def _row(summary: CheckpointSummary, best: int | None) -> list[str]:
         str(summary.step),
         "–" if saved is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(saved)),
         "best" if summary.step == best else "",
-        _state(summary),
+        "complete" if summary.problem is None else f"damaged: {summary.problem}",
         str(summary.parts) if summary.parts else "–",
         readable(summary.size),
     ]
-
-
-def _state(summary: CheckpointSummary) -> str:
-    if summary.problem is not None:
-        return f"damaged: {summary.problem}"
-    return "complete"
 
 
 def verify_checkpoints(run: Path, step: int | None) -> int:
@@ -189,7 +179,10 @@ def verify_checkpoints(run: Path, step: int | None) -> int:
             where=str(directory.path),
             remedy="`drawbar checkpoint list` shows those that there are",
         )
-    damaged = _verify_best(directory) if step is None else 0
+    damaged = 0
+    if step is None and (damage := _best_step(directory)[1]) is not None:
+        print(f"{BEST_FILE}: damaged\n  {damage.what}")
+        damaged = 1
     for summary in found:
         with explain_read_errors(summary.folder):
             wrong, foreign = problems(summary.folder), unlisted_files(summary.folder)
@@ -201,18 +194,6 @@ def verify_checkpoints(run: Path, step: int | None) -> int:
             print(f"  {line}")
         sys.stdout.flush()
     return ExitCode.FAILED if damaged else ExitCode.DONE
-
-
-def _verify_best(directory: CheckpointDirectory) -> int:
-    """Print what is wrong with ``best.json``; return how many faults there are."""
-    try:
-        directory.best_record()
-    except UserError as error:
-        if error.exit_code != ExitCode.WRONG_REQUEST:
-            raise  # the disk cannot be read
-        print(f"{BEST_FILE}: damaged\n  {error.what}")
-        return 1
-    return 0
 
 
 def prune_checkpoints(run: Path, keep: int | None, dry_run: bool, may_delete: Callable[[str], bool]) -> None:
@@ -228,7 +209,14 @@ def prune_checkpoints(run: Path, keep: int | None, dry_run: bool, may_delete: Ca
     directory = _directory(run)
     with nullcontext() if dry_run else lock_run_dir(run):
         keep = keep or _configured_keep(run)
-        best = _best_step_to_keep(directory)
+        best, damage = _best_step(directory)
+        if damage is not None:
+            raise UserError(
+                f"nothing was deleted, as {damage.what}",
+                where=damage.where,
+                remedy="delete that file, and the newest checkpoints stay, whichever the best one is; or train on: the "
+                "next save of the run writes it anew",
+            ) from damage
         steps = directory.steps()
         doomed = [step for step in steps[:-keep] if step != best]
         if not doomed:
@@ -276,23 +264,19 @@ def _directory(run: Path) -> CheckpointDirectory:
     return CheckpointDirectory(run / "checkpoints")
 
 
-def _best_step(directory: CheckpointDirectory) -> int | None:
-    best = directory.best_record()
-    return None if best is None else best.step
+def _best_step(directory: CheckpointDirectory) -> tuple[int | None, UserError | None]:
+    """The step of the best checkpoint, if there is one; and what is wrong with ``best.json``, if anything is.
 
-
-def _best_step_to_keep(directory: CheckpointDirectory) -> int | None:
+    Raises:
+        UserError: the disk cannot be read.
+    """
     try:
-        return _best_step(directory)
+        best = directory.best_record()
     except UserError as error:
         if error.exit_code != ExitCode.WRONG_REQUEST:
-            raise  # the disk cannot be read
-        raise UserError(
-            f"nothing was deleted, as {error.what}",
-            where=error.where,
-            remedy="delete that file, and the newest checkpoints stay, whichever the best one is; or train on: the "
-            "next save of the run writes it anew",
-        ) from error
+            raise
+        return None, error
+    return None if best is None else best.step, None
 
 
 def _configured_keep(run: Path) -> int:

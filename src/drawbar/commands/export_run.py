@@ -5,6 +5,7 @@ trained.
 """
 
 import json
+import math
 import re
 import sys
 from contextlib import redirect_stdout, suppress
@@ -30,8 +31,10 @@ from drawbar.runtime.hub import TIMEOUT_SECONDS
 from drawbar.runtime.log import logger, start_logging
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import make_console
+from drawbar.tracking.run_view import evaluation_scores, parse_metrics_line
 from drawbar.train.checkpoint_export import CheckpointExport, ExportFormat
-from drawbar.util.new_folder import new_folder
+from drawbar.util.atomic_files import new_folder
+from drawbar.util.run_dir import METRICS_FILE
 
 PIPELINES = {
     "causal_lm": "text-generation",
@@ -124,19 +127,12 @@ def _published_name(model: Any, from_scratch: Any) -> str | None:
 
 def _scores(run_dir: Path, step: int) -> dict[str, str]:
     """Name → score of the evaluation after ``step``; empty if there was none."""
-    try:
-        lines = (run_dir / "metrics.jsonl").read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        return {}
     scores: dict[str, str] = {}
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except ValueError:  # cut off when the run was killed
-            continue
-        if isinstance(entry, dict) and entry.get("step") == step:
-            found = {name.removeprefix("eval/"): value for name, value in entry.items() if name.startswith("eval/")}
-            scores |= {name: f"{value:.4g}" for name, value in found.items() if isinstance(value, int | float)}
+    with suppress(OSError), (run_dir / METRICS_FILE).open("rb") as lines:
+        for entry in map(parse_metrics_line, lines):
+            if entry is not None and entry["step"] == step:
+                found = evaluation_scores(entry).items()
+                scores |= {name.removeprefix("eval/"): f"{value:.4g}" for name, value in found if math.isfinite(value)}
     return scores
 
 

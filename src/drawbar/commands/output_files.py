@@ -87,7 +87,7 @@ def writing(path: Path, option: str) -> Iterator[None]:
 
 def check_new_folder(folder: Path, option: str) -> None:
     """Refuse a folder to write that is there already, unless it is empty. Raises UserError."""
-    if folder.exists() and not folder.is_dir():
+    if os.path.lexists(folder) and not folder.is_dir():
         raise UserError(f"{folder} is a file", where=option, remedy="name a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty", where=option, remedy="name a new folder")

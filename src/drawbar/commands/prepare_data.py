@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -26,7 +25,7 @@ from drawbar.train.batches import FIRST_RECORDS, load_split, log_unread_columns,
 from drawbar.train.initial_model import temporary_initial_model
 from drawbar.train.setup import build_task
 from drawbar.train.validation_share import warn_of_share
-from drawbar.util.byte_sizes import readable
+from drawbar.util.byte_sizes import bytes_below, readable
 
 ROWS_AT_A_TIME = 2**16
 """Rows of an epoch whose order is computed at a time, rounded up to whole global batches."""
@@ -59,7 +58,7 @@ def prepare_run(config: RunConfig, task_type: type[Task] | None) -> None:
         steps = _describe_batches(task, splits[0], config, world) if splits[0].name == "train" else None
         cache = config.cache_dir
         per_epoch = f"; {steps:,} steps per epoch" if steps is not None else ""
-        console.message(f"cache: {cache}, {readable(_size(cache))} in all{per_epoch}")
+        console.message(f"cache: {cache}, {readable(bytes_below(cache))} in all{per_epoch}")
 
 
 def _splits(config: RunConfig, console: Console) -> list[str]:
@@ -93,11 +92,6 @@ def _load(task: Task, name: str, config: RunConfig, world: Distributed, console:
             name,
         )
     return split
-
-
-def _size(folder: Path) -> int:
-    """Bytes of all files in it."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _has_tokens(split: Split) -> bool:

@@ -1,14 +1,12 @@
 """Evaluation, prediction and generation from a run directory."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from drawbar.checkpoint.space import explain_disk_errors
 from drawbar.commands.output_files import write_lines
-from drawbar.commands.trained_run import TrainedRun
 from drawbar.config.io.compare import changed_records
 from drawbar.config.io.load_config import load_config
 from drawbar.config.parallel_dims import ParallelDims
@@ -20,7 +18,6 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.errors import UserError
 from drawbar.evaluation.scoring import evaluate, predict, write_results
-from drawbar.evaluation.text_generation import Prompt, Sampling
 from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logging
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.method_errors import is_user_defined
@@ -192,17 +189,3 @@ def _with_bad(records: Iterable[Record]) -> Iterator[Record | BadRecord]:
     for stream in records.streams:
         for _, _, record in stream.read_all():
             yield record
-
-
-def generate_from_run(
-    config: RunConfig,
-    task_type: type[Task] | None,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    checkpoint: str | None,
-    seed: int,
-) -> list[str]:
-    """The text that a checkpoint's model writes after each prompt, on one process."""
-    run = TrainedRun(config, task_type, checkpoint)
-    seed_everything(seed)
-    return run.generate(prompts, **asdict(sampling))

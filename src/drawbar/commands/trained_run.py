@@ -20,7 +20,7 @@ from drawbar.evaluation.text_generation import Prompt, Sampling, generate_text
 from drawbar.tasks.batch import PredictFunction
 from drawbar.tasks.encoder import TaskEncoder
 from drawbar.tasks.task import Task
-from drawbar.tracking.console import SilentConsole
+from drawbar.tracking.console import Console
 from drawbar.tracking.run_view import parse_metrics_line
 from drawbar.train.batches import eval_micro_batch, load_split, make_augment
 from drawbar.train.setup import check_predicts, on_one_process, open_checkpoint, task_of_run
@@ -123,7 +123,7 @@ class TrainedRun:
         """
         if split not in _SPLITS:
             raise UserError(f"there is no split {split!r}", remedy=f"name one of {', '.join(_SPLITS)}")
-        found = load_split(self.task, split, self.config, self._world, SilentConsole())
+        found = load_split(self.task, split, self.config, self._world, Console())
         evaluation = evaluate(self._engine, self.task, found, self._world, *self._how(found))
         assert evaluation is not None, "evaluate returns None only where its stop_wanted asks it to stop"
         return evaluation.scores

@@ -49,9 +49,6 @@ class Strategy:
         return getattr(import_module(module), function)(*args)
 
 
-STRATEGIES = Registry[Strategy]("strategy", "drawbar.strategies")
-
-
 _TORCH = "drawbar.engines.torch_strategies"
 _UNDECIDED = Strategy(AUTO, "", supports_model_parallel=True)  # ``auto`` may become one that supports it
 BUILT_IN = (
@@ -61,8 +58,7 @@ BUILT_IN = (
     Strategy("zero1", f"{_TORCH}:build_zero1"),
     Strategy("fsdp", f"{_TORCH}:build_fsdp", shards_parameters=True, supports_model_parallel=True, offloads=True),
 )
-for _strategy in BUILT_IN:
-    STRATEGIES.register(_strategy.name)(_strategy)
+STRATEGIES = Registry[Strategy]("strategy", "drawbar.strategies", {strategy.name: strategy for strategy in BUILT_IN})
 
 
 def find_strategy(name: str) -> Strategy:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from drawbar.cli.complete_words import complete_run
-from drawbar.util.entry_points import has_folder
+from drawbar.util.registry import has_folder
 
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task
@@ -133,7 +133,7 @@ def _to_model(source: Path, form: str, model: str, output: Path) -> None:
     from drawbar.util.torch_imports import quick_imports
 
     with quick_imports():
-        from drawbar.convert.import_weights import import_weights
+        from drawbar.convert.convert_run import import_weights
 
     import_weights(source, form, model, output)
     print(f"{output}: a model for task.model; its optimizer state is not taken: training begins with a fresh one")

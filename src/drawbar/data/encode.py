@@ -27,7 +27,7 @@ from drawbar.data.sources import NumberedRecord, Reading
 from drawbar.distributed.interrupt import INTERRUPT_SIGNALS, REQUEUE_SIGNALS
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
-from drawbar.util.cores import usable_cores
+from drawbar.threads import usable_cores
 
 
 class WorkerFailed(Exception):

@@ -133,16 +133,21 @@ class FileReader(Reader):
         return [self.path]
 
 
-READERS: Registry[type[FileReader]] = Registry("reader", "drawbar.readers")
+READERS: Registry[type[FileReader]] = Registry(
+    "reader",
+    "drawbar.readers",
+    {
+        ".txt": "drawbar.data.text_readers:TextLines",
+        ".tsv": "drawbar.data.tables:TsvTable",
+        ".csv": "drawbar.data.tables:CsvTable",
+        ".json": "drawbar.data.text_readers:JsonFile",
+        ".jsonl": "drawbar.data.text_readers:JsonLines",
+        ".ndjson": "drawbar.data.text_readers:JsonLines",
+        ".parquet": "drawbar.data.arrow:ParquetFile",
+        ".arrow": "drawbar.data.arrow:ArrowFile",
+    },
+)
 """Readers by the end of a file's name, such as ``.csv``."""
-READERS.register_lazy(".txt", "drawbar.data.text_readers:TextLines")
-READERS.register_lazy(".tsv", "drawbar.data.tables:TsvTable")
-READERS.register_lazy(".csv", "drawbar.data.tables:CsvTable")
-READERS.register_lazy(".json", "drawbar.data.text_readers:JsonFile")
-READERS.register_lazy(".jsonl", "drawbar.data.text_readers:JsonLines")
-READERS.register_lazy(".ndjson", "drawbar.data.text_readers:JsonLines")
-READERS.register_lazy(".parquet", "drawbar.data.arrow:ParquetFile")
-READERS.register_lazy(".arrow", "drawbar.data.arrow:ArrowFile")
 
 
 def open_binary(path: Path) -> IO[bytes]:

@@ -23,7 +23,7 @@ from drawbar.engines.parts import Update
 from drawbar.models.lora import saved_tensors
 from drawbar.optim.schedules import set_learning_rate
 from drawbar.parallel.local_boxes import LocalBox, flat_boxes, whole_box
-from drawbar.runtime.host_copies import host_copies, tied_names, unique_names
+from drawbar.runtime.safetensors_reader import host_copies, tied_names, unique_names
 
 
 class DeepSpeedUpdater:

@@ -57,8 +57,8 @@ from drawbar.parallel.fsdp import check_shardable
 from drawbar.parallel.synced_generate import synchronize_generate
 from drawbar.parallel.weights import expanded_empty, materialize, named_tensors, tensors_from_rank0
 from drawbar.runtime.log import logger
+from drawbar.runtime.safetensors_reader import DTYPES
 from drawbar.tasks.task import Task
-from drawbar.util.dtypes import DTYPES
 
 _HOST = torch.device("cpu")
 _FOR_PIPELINES: dict[str, Any] = {

@@ -16,8 +16,7 @@ from drawbar.parallel.local_boxes import LocalBox, boxes_of
 from drawbar.parallel.precision import LossScaler
 from drawbar.parallel.weights import full_tensor, load_shard, shard_like
 from drawbar.parallel.zero1 import is_zero1, local_optimizer
-from drawbar.runtime.host_copies import host_copies, tied_names, unique_names
-from drawbar.runtime.safetensors_reader import StoredTensors
+from drawbar.runtime.safetensors_reader import StoredTensors, host_copies, tied_names, unique_names
 
 
 class TorchState:

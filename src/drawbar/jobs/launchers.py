@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from drawbar.config.io.user_modules import cause
+from drawbar.config.io.user_modules import find_class
 from drawbar.errors import UserError
 from drawbar.jobs.launcher import Launcher
 from drawbar.jobs.records import UNKNOWN, JobEnd, JobRecord, JobStatus, status_from_files
@@ -22,18 +22,7 @@ LAUNCHERS: Registry[type[Launcher]] = Registry("launcher", "drawbar.launchers")
 
 def get_launcher(name: str, where: str) -> Launcher:
     """A launcher by its name; errors say that ``where`` names it. Raises UserError if there is none."""
-    made = LAUNCHERS.get(name, where)
-    try:
-        launcher = made()
-    except Exception as error:
-        raise _no_launcher(f"the launcher {name!r} cannot be made: {cause(error)}", name, where) from error
-    if not isinstance(launcher, Launcher):
-        raise _no_launcher(f"{name!r} stands for no Launcher of drawbar.jobs.launcher", name, where)
-    return launcher
-
-
-def _no_launcher(what: str, name: str, where: str) -> UserError:
-    return UserError(what, where=where, remedy=f"correct the package that brings {name}, or choose another launcher")
+    return find_class(LAUNCHERS, Launcher, name, where)()
 
 
 def launcher_of(record: JobRecord) -> Launcher:

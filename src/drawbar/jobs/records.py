@@ -14,9 +14,8 @@ from pathlib import Path
 
 from drawbar.config.io.source import run_folder
 from drawbar.errors import ExitCode, UserError, nearest
-from drawbar.jobs.job_files import config_file, end_file
 from drawbar.util.atomic_files import write_atomically
-from drawbar.util.run_dir import CONFIG_FILE, LAUNCH_FOLDER, is_run_dir
+from drawbar.util.run_dir import CONFIG_FILE, LAUNCH_FOLDER, is_run_dir, job_config, job_end
 
 PENDING, RUNNING = "PENDING", "RUNNING"
 COMPLETED, FAILED = "COMPLETED", "FAILED"
@@ -87,12 +86,12 @@ class JobRecord:
     @property
     def config_file(self) -> Path:
         """The whole configuration that was submitted."""
-        return config_file(Path(self.run_dir), self.number)
+        return job_config(Path(self.run_dir), self.number)
 
     @property
     def end_file(self) -> Path:
         """The file that the job writes when it ends: see :class:`JobEnd`."""
-        return end_file(Path(self.run_dir), self.number)
+        return job_end(Path(self.run_dir), self.number)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from drawbar.config.schema.guest_section import GuestSection
 from drawbar.config.schema.section import SECRET, Count, PathText, Text, expand_path, text_of
 from drawbar.errors import UserError, nearest
 from drawbar.jobs.hosts_file import check_hosts, parse_host
-from drawbar.jobs.slurm_time import check_time, parse_time
+from drawbar.jobs.slurm.queries import check_time, parse_time
 from drawbar.util.byte_sizes import parse_size
 
 Runtime = Literal["apptainer", "singularity", "pyxis"]

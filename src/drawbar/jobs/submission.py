@@ -18,10 +18,9 @@ from drawbar.jobs.code_snapshot import copy_code, is_tracked
 from drawbar.jobs.job import Job
 from drawbar.jobs.launcher import Launcher
 from drawbar.jobs.launchers import ask_status, get_launcher
-from drawbar.jobs.preflight import check_before_queue, check_memory
+from drawbar.jobs.preflight import SUBMIT_RULES, check_before_queue, check_memory
 from drawbar.jobs.records import JobRecord, append_records, read, run_file
 from drawbar.jobs.settings import read_profile
-from drawbar.jobs.submit_rules import SUBMIT_RULES
 from drawbar.jobs.sweep import name_runs
 from drawbar.util.run_dir import plan_file
 
@@ -206,8 +205,8 @@ def _prepare_run(request: SubmitRequest, launcher: Launcher) -> PreparedJob:
     found = check_before_queue(config, job, launcher, request.task)
     notes = (*completed.notes, *_notes_of_active_jobs(config.run_dir), *found)
     if request.resubmitted is None:  # the memory of a job that ran before need not be checked
-        checked = check_memory(job, request.program, request.force)
-        return PreparedJob(request, launcher, job, notes=(*notes, *checked.notes), plan=checked.plan)
+        note, plan = check_memory(job, request.program, request.force)
+        return PreparedJob(request, launcher, job, notes=(*notes, *([note] if note else [])), plan=plan)
     return PreparedJob(request, launcher, job, notes=notes)
 
 

@@ -42,9 +42,8 @@ from drawbar.distributed.interrupt import (
 from drawbar.distributed.watchdog import JOINED
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.node_check import NodeCheck
-from drawbar.launch.rank_environment import STATUS_VARIABLE, become_launcher
 from drawbar.launch.rendezvous import Rendezvous
-from drawbar.launch.warm_process import ForkedRank, WarmProcess
+from drawbar.launch.warm_process import STATUS_VARIABLE, ForkedRank, WarmProcess, become_launcher
 from drawbar.runtime.torch_internals import subprocess_handler
 from drawbar.util.atomic_files import replacing
 
@@ -85,7 +84,12 @@ def run_processes(
         except ChildFailedError as error:
             return _explain(error.failures)
         except RendezvousError as error:
-            raise _missing_nodes_error(own, timeout) from error
+            raise UserError(
+                f"node {own.node + 1} of {own.nodes} did not meet all the others at {own.endpoint} within "
+                f"{timeout:.0f}s",
+                remedy="look in the log for what the other nodes say; a longer wait is launch.timeout=SECONDS",
+                exit_code=ExitCode.FAILED,
+            ) from error
         except SignalException as error:
             if status.exists():
                 return int(status.read_text())
@@ -156,15 +160,6 @@ def _ranks_of(warm_process: WarmProcess | None, ranks: list[_Rank], folder: str)
         yield
     finally:
         subprocess_handler.Popen = start
-
-
-def _missing_nodes_error(rendezvous: Rendezvous, timeout: float) -> UserError:
-    return UserError(
-        f"node {rendezvous.node + 1} of {rendezvous.nodes} did not meet all the others at {rendezvous.endpoint} "
-        f"within {timeout:.0f}s",
-        remedy="look in the log for what the other nodes say; a longer wait is launch.timeout=SECONDS",
-        exit_code=ExitCode.FAILED,
-    )
 
 
 def _handle_signals(folder: str, ranks: Sequence[_Rank]) -> None:

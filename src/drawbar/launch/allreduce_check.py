@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from drawbar.distributed.process_group import Distributed
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.bad_nodes import record_bad_nodes
+from drawbar.launch.findings import record_bad_nodes
 from drawbar.runtime.log import logger
 
 SECONDS = 60.0
@@ -139,9 +139,5 @@ def _no_sum(world: Distributed, run_dir: Path, seconds: float) -> UserError:
 
 def _record(run_dir: Path, reasons: dict[str, str]) -> None:
     launch_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    if launch_id is None:  # another launcher: nobody would read it
-        return
-    try:
+    if launch_id is not None:  # else, under another launcher, nobody would read it
         record_bad_nodes(run_dir, launch_id, reasons)
-    except OSError as error:
-        logger.warning("cannot write down the bad nodes: %s", error)

@@ -1,16 +1,24 @@
-"""What is wrong with GPUs and nodes, and what puts it right: facts, and pure functions from facts to findings.
+"""What is wrong with GPUs and nodes, and what puts it right: facts, and pure functions from facts to findings; and the
+record of bad nodes, which is read when the job is requeued.
 
 The node check of a launch has the findings of nodes that differ. Without torch.
 """
 
+import json
+import os
 import subprocess
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from drawbar.errors import UserError
+from drawbar.util.atomic_files import write_atomically
+from drawbar.util.run_dir import LAUNCH_FOLDER
 
 CLOCK_SECONDS = 5.0
 """Clocks that differ by more are told of: times in logs and files then mislead, but nothing breaks."""
@@ -185,3 +193,48 @@ def _holders(values: Mapping[str, str]) -> dict[str, list[str]]:
     for node, value in values.items():
         holders.setdefault(value, []).append(node)
     return dict(sorted(holders.items(), key=lambda item: -len(item[1])))
+
+
+BAD_NODES_FILE = "bad-nodes.json"
+"""In ``<run>/launch``: a list with one entry for each time that a job named some."""
+NODE_IS_LOST = "is lost"
+"""Text that marks the reason of a node that went away in mid-run: Slurm will soon find it missing, too."""
+
+
+def restart_number(environ: Mapping[str, str] = os.environ) -> int:
+    """How often the scheduler has started this job before."""
+    return int(environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def record_bad_nodes(run_dir: Path, launch_id: str, reasons: Mapping[str, str]) -> None:
+    """Add an entry; if it cannot be written, that is a warning.
+
+    Args:
+        launch_id: see ``Rendezvous``.
+        reasons: what is wrong with each node, by its name.
+    """
+    path = run_dir / LAUNCH_FOLDER / BAD_NODES_FILE
+    entry = {"job": launch_id, "attempt": restart_number(), "time": round(time.time(), 3), "nodes": dict(reasons)}
+    try:
+        text = json.dumps([*_entries(run_dir), entry], indent=2, ensure_ascii=False) + "\n"
+        write_atomically(path, text.encode())
+    except OSError as error:
+        print(f"warning: cannot write down the bad nodes: {error}", file=sys.stderr, flush=True)
+
+
+def bad_nodes(run_dir: Path, launch_id: str, restart: int | None = None) -> dict[str, str]:
+    """What is wrong with each node that the job has named.
+
+    Args:
+        restart: of the job's starts, only the one with this ``restart_number`` (0: the first); None for all.
+    """
+    found: dict[str, str] = {}
+    for entry in _entries(run_dir):
+        if entry["job"] == launch_id and restart in (None, entry["attempt"]):
+            found.update(entry["nodes"])
+    return found
+
+
+def _entries(run_dir: Path) -> list[dict]:
+    path = run_dir / LAUNCH_FOLDER / BAD_NODES_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -28,8 +28,20 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from drawbar.distributed.watchdog import NODE
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.bad_nodes import NODE_IS_LOST, bad_nodes, record_bad_nodes, restart_number
-from drawbar.launch.findings import Finding, Gpus, Level, NodeFacts, look_at_gpus, of_clocks, of_nodes, problem
+from drawbar.launch.findings import (
+    NODE_IS_LOST,
+    Finding,
+    Gpus,
+    Level,
+    NodeFacts,
+    bad_nodes,
+    look_at_gpus,
+    of_clocks,
+    of_nodes,
+    problem,
+    record_bad_nodes,
+    restart_number,
+)
 from drawbar.launch.rendezvous import Rendezvous
 
 LOST_SECONDS = 60
@@ -104,15 +116,14 @@ class NodeCheck:
         deadline.daemon = True
         deadline.start()
         try:
-            if _wait(lambda: _is_open(rendezvous), self.seconds):
-                return _connect_once(rendezvous)
+            if not _wait(lambda: _is_open(rendezvous), self.seconds):
+                raise dist.DistNetworkError("nobody listens there")
+            return _connect_once(rendezvous)
         except (dist.DistError, RuntimeError) as error:
             self._record_first_node(rendezvous)
             raise gone from error
         finally:
             deadline.cancel()
-        self._record_first_node(rendezvous)
-        raise gone
 
     def _listen_at(self, rendezvous: Rendezvous) -> dist.TCPStore:
         host, _, port = rendezvous.endpoint.rpartition(":")
@@ -145,7 +156,7 @@ class NodeCheck:
         found += [*of_nodes(said), *of_clocks(said, [heard[node] for node in there])]
         problems = _problems(found)
         if bad := _bad_nodes(problems):
-            _record(self.run_dir, rendezvous, bad)
+            record_bad_nodes(self.run_dir, rendezvous.launch_id, bad)
         store.set("verdict", json.dumps([asdict(finding) for finding in found]))
         if problems:
             others = [f"has_result/{node}" for node in there if node != 0]
@@ -173,7 +184,7 @@ class NodeCheck:
         """Record the first node as bad, unless it has already recorded this node as bad."""
         if rendezvous.name(rendezvous.node) not in bad_nodes(self.run_dir, rendezvous.launch_id, restart_number()):
             reason = f"node {rendezvous.name(0)} did not answer within {self.seconds:.0f} s"
-            _record(self.run_dir, rendezvous, {rendezvous.name(0): reason})
+            record_bad_nodes(self.run_dir, rendezvous.launch_id, {rendezvous.name(0): reason})
 
 
 def collect_facts(name: str, config: str, device: str) -> NodeFacts:
@@ -279,7 +290,7 @@ class NodeWatch:
             print(f"error: {reasons[name]}", file=sys.stderr, flush=True)
         if not reasons:
             return
-        _record(self._run_dir, self._rendezvous, reasons)
+        record_bad_nodes(self._run_dir, self._rendezvous.launch_id, reasons)
         if self._rendezvous.node == 0:
             self._store.set("lost", "; ".join(reasons.values()))
 
@@ -310,13 +321,6 @@ def _connect_once(rendezvous: Rendezvous) -> dist.TCPStore:
     return dist.TCPStore(
         host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
     )
-
-
-def _record(run_dir: Path, rendezvous: Rendezvous, reasons: Mapping[str, str]) -> None:
-    try:
-        record_bad_nodes(run_dir, rendezvous.launch_id, reasons)
-    except OSError as error:
-        print(f"warning: cannot write down the bad nodes: {error}", file=sys.stderr, flush=True)
 
 
 def _problems(found: Sequence[Finding]) -> list[Finding]:

@@ -41,9 +41,9 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def end_tree(seconds: float = 5) -> list[int]:
-    """Kill all descendants of this process, trying for so many seconds. Returns those that are left."""
-    end = time.monotonic() + seconds
+def end_tree() -> list[int]:
+    """Kill all descendants of this process, trying for five seconds. Returns those that are left."""
+    end = time.monotonic() + 5
     while True:
         left = descendants(os.getpid())
         for pid in left:

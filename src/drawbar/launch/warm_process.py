@@ -15,16 +15,27 @@ from multiprocessing import Pipe
 from types import TracebackType
 from typing import Self
 
-from drawbar.distributed.watchdog import NODE
+from drawbar.distributed.watchdog import LAUNCHER, NODE
 from drawbar.launch.process_tree import adopt_orphans, die_with_parent, stop_adopting_orphans
-from drawbar.launch.rank_environment import STATUS_VARIABLE
+from drawbar.threads import usable_cores
+from drawbar.util.torch_imports import silence_ranks
 
+STATUS_VARIABLE = "DRAWBAR_STATUS_FILE"
+"""Environment variable: where a node's first rank leaves its exit code for the launcher."""
 RANK_PROGRAM = ["-m", "drawbar"]
 """How the command of a rank that can be forked begins. One that runs a user's script is never forked:
 the script may do things before its imports."""
 _OF_LAUNCHERS = ("TORCHELASTIC_", STATUS_VARIABLE, NODE)
 """Prefixes of the environment variables that a launcher sets after the process has started; no import reads them."""
 _POLL = 0.05
+
+
+def become_launcher(nproc: int) -> None:
+    """Tell the ranks that this process is their launcher, and how many threads each uses if the user sets no number:
+    the ranks share the cores that this process may use."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
+    silence_ranks()
+    os.environ[LAUNCHER] = str(os.getpid())
 
 
 class WarmProcess:

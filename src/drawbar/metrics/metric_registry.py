@@ -5,10 +5,21 @@ from typing import Any, Literal, SupportsFloat
 
 from drawbar.config.io.user_modules import cause, find_by_name
 from drawbar.errors import UserError
-from drawbar.metrics.label_scores import CLASSIFICATION
-from drawbar.metrics.regression import mae, mse, pearson, spearman
-from drawbar.metrics.tags import ENTITY_SCORES, entity_f1, tag_accuracy
-from drawbar.metrics.text import ROUGE_SCORES, bleu, chrf, exact_match, rouge
+from drawbar.metrics.scores import (
+    CLASSIFICATION,
+    ENTITY_SCORES,
+    ROUGE_SCORES,
+    bleu,
+    chrf,
+    entity_f1,
+    exact_match,
+    mae,
+    mse,
+    pearson,
+    rouge,
+    spearman,
+    tag_accuracy,
+)
 from drawbar.util.registry import Registry
 
 Metric = Callable[[list[Any], list[Any]], dict[str, float] | float]
@@ -27,10 +38,8 @@ BUILT_IN_METRICS: dict[str, Metric] = {
     "entity_f1": entity_f1,
     "tag_accuracy": tag_accuracy,
 }
-METRICS: Registry[Metric] = Registry("metric", "drawbar.metrics")
+METRICS: Registry[Metric] = Registry("metric", "drawbar.metrics", BUILT_IN_METRICS)
 """Names for ``task.metrics``. A function of your own is also found as ``package.module:function``."""
-for _name, _metric in BUILT_IN_METRICS.items():
-    METRICS.register(_name)(_metric)
 
 SMALLER_IS_BETTER = frozenset({"loss", "perplexity", "bits_per_byte", "mse", "mae"})
 LARGER_IS_BETTER = frozenset({*BUILT_IN_METRICS, *ROUGE_SCORES, *ENTITY_SCORES}) - SMALLER_IS_BETTER

@@ -27,8 +27,8 @@ from transformers.pytorch_utils import Conv1D
 from drawbar.config.schema.run_config import LoraSection, RunConfig
 from drawbar.errors import UserError
 from drawbar.parallel.precision import weights_to_store_low
+from drawbar.runtime.safetensors_reader import DTYPES
 from drawbar.runtime.torch_internals import _BatchNorm
-from drawbar.util.dtypes import DTYPES
 
 _LINEAR = (nn.Linear, Conv1D)
 _ADAPTABLE = (*_LINEAR, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)

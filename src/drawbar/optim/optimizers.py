@@ -10,7 +10,7 @@ from drawbar.config.schema.run_config import OptimSection
 from drawbar.errors import UserError
 from drawbar.optim.bf16_moments import AdamWBf16Moments
 from drawbar.optim.muon import Muon
-from drawbar.util.dtypes import DTYPES
+from drawbar.runtime.safetensors_reader import DTYPES
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from drawbar.errors import UserError
 from drawbar.parallel.blocks import Forward, blocks_for, replace_forward
-from drawbar.util.cores import usable_cores
+from drawbar.threads import usable_cores
 
 _is_off = ContextVar("compiled blocks are off", default=False)
 

@@ -25,8 +25,8 @@ from drawbar.errors import UserError
 from drawbar.parallel.blocks import repeated_blocks
 from drawbar.parallel.precision import parameters_cast_by_autocast
 from drawbar.parallel.synced_generate import synchronize_generate
+from drawbar.runtime.safetensors_reader import DTYPES
 from drawbar.runtime.torch_internals import DefaultReduceScatter, replicate
-from drawbar.util.dtypes import DTYPES
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precision: str) -> None:

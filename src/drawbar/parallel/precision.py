@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
 from drawbar.parallel.blocks import repeated_blocks
-from drawbar.util.dtypes import DTYPES
+from drawbar.runtime.safetensors_reader import DTYPES
 
 _LOW = (torch.bfloat16, torch.float16)
 _CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)}

@@ -2,10 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, combinations
-from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -20,49 +19,17 @@ _OUTSIDE_BRACKETS = r"(?![^\[{]*[\]}])"
 ONE_PROCESS = ParallelSection(strategy="single")
 _KEPT = ("activation_checkpointing", "compile")
 """Settings of ``parallel`` that every case takes from the configuration: they do not change the layout."""
-_Kind = Literal["strategy", "variant", "degree", "deepspeed", "other"]
-
-
-@dataclass(frozen=True)
-class ConfigOption:
-    """What a user may switch on, and the settings that do it."""
-
-    label: str
-    settings: Mapping[str, Any]
-    """Values by dotted key."""
-    kind: _Kind = "other"
-    """Of parallel settings: ``strategy`` and ``degree`` are tried in all combinations; a ``variant`` (a less usual
-    strategy, or another value of a setting of a degree) by itself, over ddp if it names no strategy; those of
-    ``deepspeed`` separately."""
-
-
-def _fsdp(**settings: Any) -> dict[str, Any]:
-    return {"parallel.strategy": "fsdp", **{f"parallel.{name}": value for name, value in settings.items()}}
-
-
-def _deepspeed(stage: int, **settings: Any) -> dict[str, Any]:
-    chosen = {"strategy": "deepspeed", "zero_stage": stage, **settings}
-    return {f"parallel.{name}": value for name, value in chosen.items()}
-
-
-PARALLEL_OPTIONS = (
-    ConfigOption("single", {"parallel.strategy": "single"}, "variant"),
-    ConfigOption("dp", {"parallel.strategy": "dp"}, "variant"),
-    ConfigOption("ddp", {"parallel.strategy": "ddp"}, "strategy"),
-    ConfigOption("zero1", {"parallel.strategy": "zero1"}, "variant"),
-    ConfigOption("fsdp", _fsdp(), "strategy"),
-    ConfigOption("fsdp, reshard=false", _fsdp(reshard=False), "variant"),
-    ConfigOption("fsdp, replicate=2", _fsdp(replicate=2), "variant"),
-    ConfigOption("fsdp, offload", _fsdp(offload=True), "variant"),
-    *(ConfigOption(f"deepspeed, zero {stage}", _deepspeed(stage), "deepspeed") for stage in range(4)),
-    ConfigOption("deepspeed, zero 2, offload", _deepspeed(2, offload=True), "deepspeed"),
-    ConfigOption("deepspeed, zero 3, offload", _deepspeed(3, offload=True), "deepspeed"),
-    ConfigOption("tensor", {"parallel.tensor": 2}, "degree"),
-    ConfigOption("tensor, sequence", {"parallel.tensor": 2, "parallel.sequence": True}, "variant"),
-    ConfigOption("pipeline, 1f1b", {"parallel.pipeline": 2}, "degree"),
-    ConfigOption("pipeline, gpipe", {"parallel.pipeline": 2, "parallel.schedule": "gpipe"}, "variant"),
-    ConfigOption("pipeline, interleaved", {"parallel.pipeline": 2, "parallel.schedule": "interleaved"}, "variant"),
-    ConfigOption("context", {"parallel.context": 2}, "degree"),
+STRATEGIES_TRIED = ("ddp", "fsdp")
+DEGREES = ("tensor=2", "pipeline=2", "context=2")
+"""Tried with each of the strategies, in all combinations."""
+VARIANTS = (
+    *("single", "dp", "zero1", "fsdp reshard=false", "fsdp replicate=2", "fsdp offload=true"),
+    *("ddp tensor=2 sequence=true", "ddp pipeline=2 schedule=gpipe", "ddp pipeline=2 schedule=interleaved"),
+)
+"""Less usual strategies, and other values of a degree's settings: each is tried by itself."""
+DEEPSPEED = (
+    *(f"deepspeed zero_stage={stage}" for stage in range(4)),
+    *(f"deepspeed zero_stage={stage} offload=true" for stage in (2, 3)),
 )
 
 
@@ -134,12 +101,11 @@ def default_cases(config: RunConfig, ranks: int, precision: str) -> list[Case]:
     Whether the batches can be split over them is not checked here: a case that cannot run is reported as refused.
     """
     config = config.model_copy(update={"precision": precision})
-    found = parallel_cases(config, ranks) if ranks > 1 else []
-    cases = [parse_case(case_text(settings), config) for settings in found]
+    cases = parallel_cases(config, ranks) if ranks > 1 else []
     own = config.parallel
     if config.strategy.zero_stages:
         own = own.model_copy(update={"strategy": config.strategy.name})
-        cases += [parse_case(case_text(settings), config) for settings in deepspeed_cases(config, ranks)]
+        cases += deepspeed_cases(config, ranks)
     elif (_is_one_device(own) or own.strategy == AUTO) and own.model_ranks == 1:
         own = own.model_copy(update={"strategy": "single" if ranks == 1 else "ddp"})
     if precision != "fp32" or (ranks == 1 and own != ONE_PROCESS):
@@ -154,57 +120,30 @@ def _is_one_device(parallel: ParallelSection) -> bool:
     return parallel.features.one_process and not parallel.features.many_devices
 
 
-def parallel_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
-    """Every choice of parallel settings, but for those of DeepSpeed, that ``config`` allows over so many ranks and that
-    uses all of them.
-
-    These are each strategy and each degree, every combination of the two strategies and the degrees that matter most
-    (``ddp`` and ``fsdp``, ``tensor``, ``pipeline`` and ``context``), and each variant by itself.
-
-    Returns:
-        Settings of ``parallel`` that are not the default, such as ``{"strategy": "fsdp", "tensor": 2}``.
-    """
-    ddp = next(option for option in PARALLEL_OPTIONS if option.label == "ddp")
-    strategies = [option for option in PARALLEL_OPTIONS if option.kind == "strategy"]
-    degrees = [option for option in PARALLEL_OPTIONS if option.kind == "degree"]
-    together = chain.from_iterable(combinations(degrees, count) for count in range(len(degrees) + 1))
-    tried: list[tuple[ConfigOption, ...]] = [(strategy, *chosen) for chosen in together for strategy in strategies]
-    tried += [(ddp, option) for option in PARALLEL_OPTIONS if option.kind == "variant"]
-    return _fitting(config, tried, ranks)
+def parallel_cases(config: RunConfig, ranks: int) -> list[Case]:
+    """Every case, but for those of DeepSpeed, that ``config`` allows over so many ranks and that uses all of them."""
+    combined = [" ".join((strategy, *degrees)) for degrees in _combinations(0) for strategy in STRATEGIES_TRIED]
+    return _fitting(config, [*combined, *VARIANTS], ranks)
 
 
-def deepspeed_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
-    """Every choice of DeepSpeed's settings that ``config`` allows over so many ranks and that uses all of
-    them.
-
-    These are each ZeRO stage and offloading, and every combination of tensor and pipeline with stage 1.
-
-    Returns:
-        As ``parallel_cases``.
-    """
-    stages = [option for option in PARALLEL_OPTIONS if option.kind == "deepspeed"]
-    stage_1 = next(option for option in stages if option.settings["parallel.zero_stage"] == 1)
-    degrees = [option for option in PARALLEL_OPTIONS if option.kind == "degree"]
-    together = chain.from_iterable(combinations(degrees, count) for count in range(1, len(degrees) + 1))
-    return _fitting(config, [*((stage,) for stage in stages), *((stage_1, *chosen) for chosen in together)], ranks)
+def deepspeed_cases(config: RunConfig, ranks: int) -> list[Case]:
+    """Every case of DeepSpeed that ``config`` allows over so many ranks and that uses all of them: each ZeRO stage and
+    offloading, and every combination of tensor and pipeline with stage 1."""
+    combined = [" ".join(("deepspeed zero_stage=1", *degrees)) for degrees in _combinations(1)]
+    return _fitting(config, [*DEEPSPEED, *combined], ranks)
 
 
-def _fitting(config: RunConfig, tried: Iterable[Sequence[ConfigOption]], ranks: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for options in tried:
-        parallel = {
-            key.removeprefix("parallel."): value for option in options for key, value in option.settings.items()
-        }
-        if _fits(config, parallel, ranks):
-            found.append(parallel)
-    return found
+def _combinations(least: int) -> Iterator[tuple[str, ...]]:
+    return chain.from_iterable(combinations(DEGREES, count) for count in range(least, len(DEGREES) + 1))
 
 
-def _fits(config: RunConfig, parallel: Mapping[str, Any], ranks: int) -> bool:
-    kept = {name: getattr(config.parallel, name) for name in _KEPT}
-    section = ParallelSection(**kept, **parallel)
+def _fitting(config: RunConfig, texts: Iterable[str], ranks: int) -> list[Case]:
+    return [case for text in texts if _fits(config, (case := parse_case(text, config)).parallel, ranks)]
+
+
+def _fits(config: RunConfig, parallel: ParallelSection, ranks: int) -> bool:
     launch = config.launch.model_copy(update={"nproc": ranks})
-    changed = config.model_copy(update={"launch": launch}).with_parallel(section)
+    changed = config.model_copy(update={"launch": launch}).with_parallel(parallel)
     if any(rule.broken(changed) for rule in RULES):
         return False
     try:
@@ -212,15 +151,7 @@ def _fits(config: RunConfig, parallel: Mapping[str, Any], ranks: int) -> bool:
     except UserError:
         return False
     # fsdp needs two shards or more; other strategies two replicas or more, or a model over several ranks
-    return data > section.replicate if section.features.shards_parameters else data > 1 or data < ranks
-
-
-def case_text(settings: Mapping[str, Any]) -> str:
-    """Settings of ``parallel`` as a user writes a case: ``fsdp tensor=2``."""
-    rest = {name: value for name, value in settings.items() if name != "strategy"}
-    return " ".join(
-        [settings["strategy"], *(f"{name}={json.dumps(value)}".replace('"', "") for name, value in rest.items())]
-    )
+    return data > parallel.replicate if parallel.features.shards_parameters else data > 1 or data < ranks
 
 
 def check_case(case: Case, config: RunConfig, ranks: int, precision: str) -> None:

@@ -88,7 +88,8 @@ def parity(
         check_plotly("drawbar parity --html")
         check_target(target, "--html")
     started = "RANK" in os.environ or "WORLD_SIZE" in os.environ
-    count = int(os.environ.get("WORLD_SIZE", "1")) if started else ranks or _usual_ranks(loaded.config)
+    nproc = loaded.config.launch.nproc
+    count = int(os.environ.get("WORLD_SIZE", "1")) if started else ranks or (2 if nproc == "auto" else nproc)
 
     with quick_imports():
         from drawbar.models.folder import INITIAL_MODEL
@@ -127,10 +128,6 @@ def parity(
         return report.exit_code
 
 
-def _usual_ranks(config: "RunConfig") -> int:
-    return 2 if config.launch.nproc == "auto" else config.launch.nproc
-
-
 def _compare(
     config: "RunConfig",
     task: "type[Task] | None",
@@ -145,9 +142,9 @@ def _compare(
     from drawbar.parity.run import run_process
     from drawbar.parity.workload import Workload
     from drawbar.tasks.task_registry import task_class
-    from drawbar.tracking.console import SilentConsole, make_console
+    from drawbar.tracking.console import Console, make_console
 
-    console = SilentConsole() if as_json else make_console(os.environ.get("RANK", "0") == "0")
+    console = Console() if as_json else make_console(os.environ.get("RANK", "0") == "0")
     copied = folder.path / INITIAL_MODEL
     initial_model = copied if copied.is_dir() else None
     workload = Workload(config, task or task_class(config.task.type), steps, layers, initial_model=initial_model)

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from drawbar.engines.results import EngineState
+from drawbar.runtime.safetensors_reader import DTYPES
 from drawbar.runtime.torch_internals import tree_map
-from drawbar.util.dtypes import DTYPES
 
 Tensors = Mapping[str, Tensor]
 Differences = dict[str, float]

@@ -1,23 +1,20 @@
 """The result of each case, as a table and as JSON."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+import torch
 
 from drawbar.errors import ExitCode
 from drawbar.parity.cases import Case
-from drawbar.parity.comparison import KINDS, Comparison, Distances, Fault, Limits, Reference, Tolerances, Trace
-from drawbar.parity.diagnosis import Diagnosis
-from drawbar.parity.divergence import ComparedModule
-from drawbar.tracking.jsonl import json_number
+from drawbar.parity.comparison import Comparison, Distances, Reference, Trace
+from drawbar.parity.divergence import ComparedModule, Diagnosis
 from drawbar.tracking.table import print_table
+from drawbar.util.strict_json import with_finite_numbers
 
 CaseVerdict = Literal["equal", "diverges", "refused", "crashed"]
 LABELS = {"loss": "loss", "grad_norm": "gradient norm", "gradients": "gradients", "weights": "weights"}
@@ -115,7 +112,7 @@ class ParityReport:
 
     def values(self) -> dict[str, Any]:
         """What the JSON says. Numbers that are not finite are texts, as in ``metrics.jsonl``."""
-        return _finite(
+        return with_finite_numbers(
             {
                 "equal": self.exit_code is ExitCode.DONE,
                 "run": self.run,
@@ -211,16 +208,7 @@ def _difference(worst: Mapping[str, Any] | None) -> str:
     return f"{worst['value']:.1e}" + (f" > {worst['limit']:.0e}" if _exceeds(worst) else "")
 
 
-def _finite(value: Any) -> Any:
-    """The same with texts for numbers that are not finite, for which JSON has none."""
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return json_number(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-_REFERENCE = "reference.json"
+_REFERENCE = "reference.pt"
 _RESULTS = "results.jsonl"
 _CRASH = "crash.txt"
 
@@ -236,30 +224,12 @@ class ResultsDir:
         return (self.path / _REFERENCE).exists()
 
     def save_reference(self, reference: Reference) -> None:
-        trace = reference.trace
-        save_file(_untied(trace.weights, trace.ties), self.path / "weights.safetensors")
-        for step, gradients in trace.gradients.items():
-            save_file(gradients, self.path / f"gradients-{step}.safetensors")
-        numbers = {"losses": list(trace.losses.items()), "grad_norms": list(trace.grad_norms.items())}
-        values = {**vars(trace), **numbers, "weights": None, "gradients": list(trace.gradients)}
-        values["unequal"] = [asdict(note) for note in trace.unequal]
-        whole = {"trace": values, "tolerances": asdict(reference.tolerances)}
-        (self.path / _REFERENCE).write_text(json.dumps(whole), encoding="utf-8")
+        torch.save(reference, self.path / _REFERENCE)
 
     def reference(self) -> Reference:
-        whole = json.loads((self.path / _REFERENCE).read_text("utf-8"))
-        values, tolerances = whole["trace"], whole["tolerances"]
-        weights = load_file(self.path / "weights.safetensors")
-        for names in values["ties"]:
-            weights |= dict.fromkeys(names, weights[names[0]])
-        values["weights"] = weights
-        values["gradients"] = {
-            step: load_file(self.path / f"gradients-{step}.safetensors") for step in values["gradients"]
-        }
-        values |= {name: dict(values[name]) for name in ("losses", "grad_norms")}
-        values["unequal"] = [Fault(**note) for note in values["unequal"]]
-        limits = {kind: Limits(**tolerances[kind]) for kind in KINDS}
-        return Reference(Trace(**values), Tolerances(**limits, max_gradient_error=tolerances["max_gradient_error"]))
+        # the folder is this command's own, and temporary: nobody else writes there
+        found: Reference = torch.load(self.path / _REFERENCE, weights_only=False)
+        return found
 
     def add(self, result: Result) -> None:
         with (self.path / _RESULTS).open("a", encoding="utf-8") as file:
@@ -295,9 +265,3 @@ class ResultsDir:
         text = path.read_text("utf-8")
         path.unlink()
         return text
-
-
-def _untied(tensors: dict[str, Tensor], ties: list[list[str]]) -> dict[str, Tensor]:
-    """Each tied tensor once: a safetensors file cannot hold one tensor under two names."""
-    left_out = {name for names in ties for name in names[1:]}
-    return {name: tensor for name, tensor in tensors.items() if name not in left_out}

@@ -41,8 +41,7 @@ from drawbar.parity.comparison import (
     noises,
     tolerances,
 )
-from drawbar.parity.diagnosis import diagnose
-from drawbar.parity.divergence import compare_modules, find_divergence
+from drawbar.parity.divergence import compare_modules, diagnose, find_divergence
 from drawbar.parity.recorder import StepStart, check_finite, clean_name, train, train_with_dropout
 from drawbar.parity.result import Result, ResultsDir, curves_of
 from drawbar.parity.workload import Workload

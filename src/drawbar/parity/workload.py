@@ -30,7 +30,7 @@ from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_context import TaskContext
 from drawbar.tasks.user_methods import make_task, name_failing_method
-from drawbar.tracking.console import Console, SilentConsole
+from drawbar.tracking.console import Console
 from drawbar.train.batches import make_loader
 from drawbar.train.setup import build_task, count_steps
 
@@ -71,7 +71,7 @@ class Workload:
     def loader(self, config: RunConfig, world: Distributed, console: Console | None = None) -> Loader[Batch]:
         task = make_task(self.task_type, self._context(config))
         config = choose_padding_free(task, config, world.device)
-        return make_loader(task, config, world, console or SilentConsole())
+        return make_loader(task, config, world, console or Console())
 
     def total_steps(self, config: RunConfig, steps_per_epoch: int | None) -> int:
         """See ``Engine``."""

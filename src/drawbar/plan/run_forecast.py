@@ -1,5 +1,6 @@
 """The forecast of a run on given machines: what each kind of rank takes, and the run as a whole."""
 
+import json
 import math
 import multiprocessing
 import os
@@ -26,16 +27,14 @@ from drawbar.engines.build import choose_strategy
 from drawbar.errors import ExitCode, UserError
 from drawbar.parallel import context
 from drawbar.parallel.precision import choose_dtypes
-from drawbar.parity.cases import case_text
 from drawbar.plan.fake_world import HOST, FakeWorld
 from drawbar.plan.machine import Machine
-from drawbar.plan.rank_forecast import RankForecast, forecast_rank
-from drawbar.plan.worst_batch import longest_sample
+from drawbar.plan.rank_forecast import RankForecast, forecast_rank, longest_sample
 from drawbar.tasks.padding import choose_padding_free
 from drawbar.tasks.task import Task, records_of
 from drawbar.tasks.task_context import TaskContext
 from drawbar.tasks.user_methods import make_task, name_failing_method
-from drawbar.tracking.console import SilentConsole
+from drawbar.tracking.console import Console
 from drawbar.train.batches import FIRST_RECORDS, encode_split, open_split, order_and_rows
 from drawbar.train.memory_probe import Trial, largest_that_fits
 from drawbar.train.setup import build_task, count_steps
@@ -281,7 +280,8 @@ class Forecaster:
         """How a user writes the configuration's own ``parallel``, with ``auto`` resolved."""
         parallel = self.resolve(config).parallel
         settings = parallel.model_dump(mode="json", exclude_defaults=True, exclude={"strategy", "compile"})
-        return case_text({"strategy": parallel.strategy, **settings})
+        written = (f"{name}={json.dumps(value)}".replace('"', "") for name, value in settings.items())
+        return " ".join([parallel.strategy, *written])
 
     def resolve(self, config: RunConfig) -> RunConfig:
         """The configuration with dtypes, ``data.padding_free`` and strategy decided for the machines, and without
@@ -318,7 +318,7 @@ class Forecaster:
         opened = open_split(self._task, "train", config, alone)
         if opened.cache_inputs is None or not is_cached(config.cache_dir, "train", opened.cache_inputs):
             return None
-        split = encode_split(self._task, opened, config, alone, SilentConsole())
+        split = encode_split(self._task, opened, config, alone, Console())
         return len(order_and_rows(self._task, split, config)[1])
 
     def _steps(self, config: RunConfig) -> int | None:

@@ -39,13 +39,12 @@ def report(runs: tuple[str, ...], target: Path | None, show: bool) -> None:
     any other file is not.
     """
     from drawbar.config.io.source import run_folder
-    from drawbar.report.page import check_plotly, check_target
+    from drawbar.report.page import check_target
     from drawbar.report.report_page import write_report
 
     folders = list(dict.fromkeys(run_folder(run) for run in runs))
     if target is None:
         target = Path(runs[0]) / FILE if len(folders) == 1 else Path(FILE)
-    check_plotly("drawbar report")
     check_target(target, "--to")
     write_report(folders, target)
     click.echo(f"report: {target}")

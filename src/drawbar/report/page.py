@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from drawbar.commands.output_files import writing
 from drawbar.errors import ExitCode, UserError
 from drawbar.tracking.lines import duration, number
 from drawbar.util.atomic_files import is_stream, replacing, unwritable
@@ -129,17 +130,10 @@ def check_target(target: Path, option: str) -> None:
 
 def write_page(page: bytes, target: Path, option: str) -> None:
     """Write a page. Raises UserError if that fails; a file that was there is then unchanged."""
-    try:
+    with writing(target, option):
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target, one_writer=False) as file:
             file.write(page)
-    except OSError as error:
-        raise UserError(
-            f"cannot write {target}: {error.strerror or error}",
-            where=option,
-            remedy="free some space there, or name a place on another disk that you may write to",
-            exit_code=ExitCode.FAILED,
-        ) from error
 
 
 def render_page(

@@ -15,6 +15,7 @@ from drawbar.errors import UserError
 from drawbar.report.run_history import PACKED, TRAIN, RunHistory, RunMetrics, read_history, read_metrics
 from drawbar.tracking.run_view import Progress, metric_value, read_run
 from drawbar.util.best_score import BestScore
+from drawbar.util.byte_sizes import bytes_below
 from drawbar.util.run_dir import STATUS_FILE, checkpoint_folders, plan_file
 
 MOST_PREDICTIONS = 300
@@ -89,7 +90,7 @@ def _read_checkpoints(run_dir: Path, best: BestScore | None, problems: list[str]
     found = []
     for step, folder in checkpoint_folders(run_dir).items():
         try:
-            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            size = bytes_below(folder)
             completed = folder.stat().st_mtime
         except OSError:  # it is being rotated out
             continue

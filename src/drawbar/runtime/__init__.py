@@ -1,1 +1,1 @@
-"""Logs, standard streams, seeds, whether the Hub answers, and tensors read from safetensors files."""
+"""Logs, seeds, whether the Hub answers, and tensors read from safetensors files."""

@@ -1,6 +1,6 @@
-"""Tensors that stay in their files until they are asked for, and models whose parameters are still on the meta device.
-
-With both, a model too large for one rank is built, sharded and loaded without ever being in memory in full.
+"""Tensors that stay in their files until they are asked for, and models whose parameters are still on the meta device:
+with both, a model too large for one rank is built, sharded and loaded without ever being in memory in full. And copies
+of live tensors in host memory.
 """
 
 import math
@@ -17,10 +17,14 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from drawbar.util.file_content import BEGIN_BYTES, content_of_bytes
 from drawbar.util.strict_json import read_json
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By the names that settings use."""
 
 
 @dataclass(frozen=True)
@@ -402,3 +406,45 @@ class OnDemandTensors(StoredTensors):
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
+
+
+def host_copies(
+    tensors: Mapping[str, Tensor],
+    keeps: bool = True,
+    convert: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor.detach(),
+) -> dict[str, Tensor]:
+    """Copies in host memory that share no memory with the live tensors, so that training can go on while they are
+    written.
+
+    Names that share a tensor share its copy. Views that merely overlap become tensors of their own.
+
+    Args:
+        keeps: False on a rank that only takes part in the collectives of ``convert``; it gets an empty dict.
+        convert: returns the full tensor (collective if sharded); called once per tensor, in one order on all ranks.
+    """
+    first = tied_names(tensors)
+    copies: dict[str, Tensor] = {}
+    for name in unique_names(tensors):
+        converted = convert(name, tensors[name])
+        if keeps:
+            copies[name] = converted.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return {name: copies[first.get(name, name)] for name in tensors} if keeps else {}
+
+
+def unique_names(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of the tensors, of tied ones the first."""
+    further = tied_names(tensors)
+    return [name for name in tensors if name not in further]
+
+
+def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Maps each further name of a tied tensor to its first name."""
+    return further_names({name: _identity(tensor) for name, tensor in tensors.items()})
+
+
+def _identity(tensor: Tensor) -> Hashable:
+    # Of a DTensor a rank's part may be empty, and every rank must give the same answer. Empty tensors all live at
+    # address 0, which does not tie them; they may be parameters that ZeRO-3 has freed.
+    if isinstance(tensor, DTensor) or tensor.numel() == 0:
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())

@@ -18,9 +18,8 @@ from drawbar.data.sources import Records
 from drawbar.data.tables import value_at
 from drawbar.data.tokenizer import Wrapping, encode_to_limit, prefix_space
 from drawbar.errors import UserError
-from drawbar.metrics.label_scores import CLASSIFICATION, with_task_classes
 from drawbar.metrics.metric_registry import load_metrics
-from drawbar.metrics.tags import OUTSIDE, is_entity_tag
+from drawbar.metrics.scores import CLASSIFICATION, OUTSIDE, is_entity_tag, with_task_classes
 from drawbar.models.heads import predict_in_fp32
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch

@@ -9,7 +9,7 @@ from typing import Any
 
 from drawbar.data.class_labels import ClassNumber
 from drawbar.errors import UserError
-from drawbar.metrics.label_scores import size_or_letters
+from drawbar.metrics.scores import size_or_letters
 from drawbar.runtime.log import logger
 
 MOST_LABELS = 1000

@@ -14,11 +14,11 @@ from drawbar.data.packing import LabelPlacement, RowLayout
 from drawbar.errors import UserError
 from drawbar.models.huggingface import load_model_config
 from drawbar.models.packed import attends_by_flash, packs_without_mask
+from drawbar.runtime.safetensors_reader import DTYPES
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.method_errors import is_user_defined
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
-from drawbar.util.dtypes import DTYPES
 
 MODEL = ("build_model", "build_meta_model")
 """Methods by which a user brings a model of their own: it is not known to take rows of several samples."""

@@ -6,7 +6,6 @@ The long lines go to files (``metrics.jsonl``, ``logs/``); this is for reading a
 import logging
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from rich.console import Console as RichConsole
@@ -24,45 +23,38 @@ QUIET_SECONDS = 10.0
 """Without a terminal, a long phase says how far it is after so many seconds without a line."""
 
 
-class Console(ABC):
-    """Tells a person how the run is going. A step here is the number of steps done, as in the metrics."""
+class Console:
+    """Tells a person how the run is going; this one tells nothing, as on ranks other than 0. A step here is the number
+    of steps done, as in the metrics."""
 
-    @abstractmethod
     def start(self, total_steps: int, first_step: int) -> None:
         """Training begins, with ``first_step`` of ``total_steps`` steps already done."""
 
-    @abstractmethod
     def advance(self, step: int) -> None:
         """A step is done."""
 
-    @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show the ``train/`` metrics of a step."""
 
-    @abstractmethod
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Show scores, by their names ``eval/<split>/<score>``."""
 
-    @abstractmethod
     def best(self, score: BestScore) -> None:
         """The best score of the run so far."""
 
-    @abstractmethod
     def phase(self, name: str, done: int, total: int) -> None:
         """Long work besides training, such as ``encoding`` or ``evaluating``, is at ``done`` of ``total``.
 
         It ends when ``done`` reaches ``total``. One phase at a time; it may come before :meth:`start`.
         """
 
-    @abstractmethod
     def message(self, text: str) -> None:
         """Show a text as it is."""
 
-    @abstractmethod
     def logging_handler(self) -> logging.Handler:
         """A handler that shows log records without disturbing the rest."""
+        return logging.NullHandler()
 
-    @abstractmethod
     def stop(self) -> None:
         """Give the terminal back. May be called twice, and must be called even when the run fails."""
 
@@ -142,9 +134,6 @@ class PlainConsole(Console):
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         self.message(evaluation_line(step, self._total_steps, values))
 
-    def best(self, score: BestScore) -> None:
-        """It is that of one of the evaluations, which have been shown."""
-
     def phase(self, name: str, done: int, total: int) -> None:
         if self._clock() - self._last_line >= QUIET_SECONDS:
             self.message(phase_line(name, done, total))
@@ -155,32 +144,6 @@ class PlainConsole(Console):
 
     def logging_handler(self) -> logging.Handler:
         return _with_plain_format(logging.StreamHandler())
-
-    def stop(self) -> None:
-        """Nothing is held."""
-
-
-class SilentConsole(Console):
-    """Shows nothing: for ranks other than 0, and for calls that show no progress of their own."""
-
-    def start(self, total_steps: int, first_step: int) -> None: ...
-
-    def advance(self, step: int) -> None: ...
-
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def evaluation(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def best(self, score: BestScore) -> None: ...
-
-    def phase(self, name: str, done: int, total: int) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
-    def logging_handler(self) -> logging.Handler:
-        return logging.NullHandler()
-
-    def stop(self) -> None: ...
 
 
 class _PlainFormatter(logging.Formatter):
@@ -199,7 +162,7 @@ def _with_plain_format(handler: logging.Handler) -> logging.Handler:
 def make_console(is_rank_zero: bool) -> Console:
     """The console for this process: a live view where standard output is a terminal that can move its cursor."""
     if not is_rank_zero:
-        return SilentConsole()
+        return Console()
     # isatty, and not rich's own test: FORCE_COLOR, set by many CI systems, would have it draw bars into a log file.
     is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None where the shell has closed it: `>&-`
     if is_terminal and not RichConsole().is_dumb_terminal:

@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from drawbar.errors import ExitCode, UserError
+from drawbar.tracking.run_view import evaluation_scores, parse_metrics_line
 from drawbar.tracking.tracker import TrackedRun, Tracker
 from drawbar.util.atomic_files import replacing
 from drawbar.util.strict_json import json_number
@@ -50,24 +51,13 @@ def _drop_lines_after(path: Path, last_step: int, evaluated: bool) -> None:
     is to be evaluated again, without the scores of that step."""
     with path.open("rb") as lines, replacing(path) as kept:
         for number, line in enumerate(lines, start=1):
-            entry = _entry(line)
+            entry = parse_metrics_line(line)
             if entry is None:
                 logger.warning("%s, line %d: cut off when the run was killed; dropped", path, number)
-            elif entry["step"] < last_step or (entry["step"] == last_step and (evaluated or not _is_of_scores(entry))):
+            elif entry["step"] < last_step or (
+                entry["step"] == last_step and (evaluated or not evaluation_scores(entry))
+            ):
                 kept.write(line if line.endswith(b"\n") else line + b"\n")
-
-
-def _entry(line: bytes) -> dict[str, Any] | None:
-    """What a line says; None where it is not a complete line of metrics."""
-    try:
-        entry = json.loads(line)
-    except ValueError:  # not JSON, or not even UTF-8
-        return None
-    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
-
-
-def _is_of_scores(entry: dict[str, Any]) -> bool:
-    return any(name.startswith("eval/") for name in entry)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 from drawbar.errors import UserError
 from drawbar.util.atomic_files import write_atomically
 from drawbar.util.best_score import BEST_FILE, BestScore
-from drawbar.util.entry_points import load_points
+from drawbar.util.registry import load_points
 from drawbar.util.run_dir import LOCK_FILE, METRICS_FILE, STATUS_FILE, is_run_dir, newest_step
 
 RunState = Literal["training", "complete", "stopped", "failed"]

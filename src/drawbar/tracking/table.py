@@ -4,7 +4,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -51,42 +50,25 @@ def fold(bins: Sequence[Bin]) -> list[Bin]:
 
 
 def print_histogram(title: str, values: ArrayLike, marks: dict[str, int]) -> None:
-    """Print a bar for each bin: drawn by rich on a terminal, plain text elsewhere.
+    """Print a bar for each bin, of ASCII text where this is no terminal.
 
     Args:
         values: whole numbers, at least one.
         marks: numbers to point at, by their names; one beyond the largest value is told below the bars.
     """
-    bins = fold(bins_of(values))
-    if sys.stdout.isatty():
-        RichConsole().print(_rich_histogram(title, bins, marks), markup=False)
-        for line in _beyond(bins, marks):
-            print(line)
-    else:
-        print(plain_histogram(title, bins, marks), flush=True)
+    print(plain_histogram(title, fold(bins_of(values)), marks, "█" if sys.stdout.isatty() else "#"), flush=True)
 
 
-def plain_histogram(title: str, bins: Sequence[Bin], marks: dict[str, int]) -> str:
-    """The bars as lines of ASCII text."""
-    cells = [(_span(one), _bar(one, bins), f"{one.count:,}", _marks(one, marks)) for one in bins]
+def plain_histogram(title: str, bins: Sequence[Bin], marks: dict[str, int], bar: str = "#") -> str:
+    """The bars as lines of text."""
+    cells = [(_span(one), bar * _bar(one, bins), f"{one.count:,}", _marks(one, marks)) for one in bins]
     spans, counts = max(len(cell[0]) for cell in cells), max(len(cell[2]) for cell in cells)
     lines = [
-        f"{span:>{spans}}  {'#' * bar:<{BAR_WIDTH}}  {count:>{counts}}  {mark}".rstrip()
-        for span, bar, count, mark in cells
+        f"{span:>{spans}}  {drawn:<{BAR_WIDTH}}  {count:>{counts}}  {mark}".rstrip()
+        for span, drawn, count, mark in cells
     ]
-    return "\n".join([title, "", *lines, *_beyond(bins, marks)])
-
-
-def _rich_histogram(title: str, bins: Sequence[Bin], marks: dict[str, int]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.title, table.title_justify = title, "left"
-    sides: tuple[Literal["left", "right"], ...] = ("right", "left", "right", "left")
-    for side in sides:
-        table.add_column(justify=side, no_wrap=True)
-    for one in bins:
-        bar = Text("█" * _bar(one, bins), style="bold" if _marks(one, marks) else "")
-        table.add_row(_span(one), bar, f"{one.count:,}", _marks(one, marks))
-    return table
+    beyond = [f"{name} = {value:,}, beyond the largest" for name, value in marks.items() if value > bins[-1].last]
+    return "\n".join([title, "", *lines, *beyond])
 
 
 def _span(one: Bin) -> str:
@@ -102,10 +84,6 @@ def _bar(one: Bin, bins: Sequence[Bin]) -> int:
 def _marks(one: Bin, marks: dict[str, int]) -> str:
     here = [f"{name} = {value:,}" for name, value in marks.items() if one.first <= value <= one.last]
     return f"<- {', '.join(here)}" if here else ""
-
-
-def _beyond(bins: Sequence[Bin], marks: dict[str, int]) -> list[str]:
-    return [f"{name} = {value:,}, beyond the largest" for name, value in marks.items() if value > bins[-1].last]
 
 
 def print_table(

@@ -64,9 +64,14 @@ class Tracker(ABC):
         return None
 
 
-TRACKERS: Registry[type[Tracker]] = Registry("tracker", "drawbar.trackers")
+TRACKERS: Registry[type[Tracker]] = Registry(
+    "tracker",
+    "drawbar.trackers",
+    {
+        "mlflow": "drawbar.tracking.mlflow:MLflowTracker",
+        "tensorboard": "drawbar.tracking.tensorboard:TensorBoardTracker",
+        "trackio": "drawbar.tracking.trackio:TrackioTracker",
+        "wandb": "drawbar.tracking.wandb:WandbTracker",
+    },
+)
 """Names for ``tracking.trackers``. A tracker of your own is also found as ``package.module:Class``."""
-TRACKERS.register_lazy("mlflow", "drawbar.tracking.mlflow:MLflowTracker")
-TRACKERS.register_lazy("tensorboard", "drawbar.tracking.tensorboard:TensorBoardTracker")
-TRACKERS.register_lazy("trackio", "drawbar.tracking.trackio:TrackioTracker")
-TRACKERS.register_lazy("wandb", "drawbar.tracking.wandb:WandbTracker")

@@ -1,19 +1,147 @@
-"""The trackers of a run: made from its configuration, and told everything as one."""
+"""The trackers of a run: made from its configuration, and told everything as one. Those that wait for a network run in
+a thread: training never waits for them, and a resumed run sends them no value twice."""
 
 import importlib.util
+import json
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any, Self
 
 from drawbar.config.io.user_modules import cause, find_class, make_with_options
 from drawbar.config.schema.run_config import TrackingSection
 from drawbar.errors import UserError
-from drawbar.tracking.background import BackgroundTracker, TrackerGuard
 from drawbar.tracking.jsonl import JsonlTracker
 from drawbar.tracking.tracker import TRACKERS, TrackedRun, Tracker
+from drawbar.util.atomic_files import write_atomically
 
-SETTING = "tracking.trackers"
 logger = logging.getLogger(__name__)
+SETTING = "tracking.trackers"
+LONGEST_QUEUE = 10_000
+"""Calls of ``log`` that may wait for a tracker; those that come when so many wait are dropped."""
+FINISH_SECONDS = 60.0
+"""How long the end of a run waits for a tracker to send what it still has."""
+SECONDS_TO_CHECK = 5.0
+"""After so much of that, the tracker is asked whether its service answers: a run does not wait for one that is gone."""
+
+
+class TrackerGuard:
+    """Calls a tracker; whatever it raises is a warning: once, until a call succeeds again."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._failing = False
+
+    def attempt(self, call: Callable[[Tracker], None], after: str = "tries it again with the next values") -> bool:
+        """Whether the call succeeded. ``after``: what the run does after a failure, as the warning says it."""
+        try:
+            call(self._tracker)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - neither may stop training
+            if not self._failing:
+                what = str(error) if isinstance(error, UserError) else f"{type(self._tracker).__name__}: {cause(error)}"
+                logger.warning("%s\n  the run goes on, and %s", what, after)
+            self._failing = True
+        else:
+            self._failing = False
+        return not self._failing
+
+
+@dataclass
+class _Delivered:
+    """What was already sent to a tracker, stored in the run directory, so that repeated steps are not sent again. Their
+    values are the same."""
+
+    path: Path
+    id: str
+    step: int = -1
+    names: tuple[str, ...] = ()
+    """Names of the values of that step that were already sent."""
+
+    @classmethod
+    def of(cls, path: Path, begins_anew: bool) -> Self:
+        try:
+            if not begins_anew:
+                return cls(path, **json.loads(path.read_text("utf-8")))
+        except (OSError, ValueError, TypeError):  # a run that did not have this tracker
+            pass
+        return cls(path, secrets.token_hex(4))
+
+    def has(self, step: int, names: Mapping[str, float]) -> bool:
+        return step < self.step or (step == self.step and set(names) <= set(self.names))
+
+    def add(self, step: int, names: Mapping[str, float]) -> None:
+        self.names = (*self.names, *names) if step == self.step else tuple(names)
+        self.step = step
+        self.write()
+
+    def write(self) -> None:
+        content = json.dumps({"id": self.id, "step": self.step, "names": self.names})
+        write_atomically(self.path, f"{content}\n".encode())
+
+
+class BackgroundTracker(Tracker):
+    """Passes everything on to another tracker, in a thread; one that fails to start is left out of the run."""
+
+    def __init__(self, tracker: Tracker, name: str) -> None:
+        self._tracker = tracker
+        self._name = name.rpartition(":")[2]
+        self._file = f"{name.replace(':', '.')}.json"  # with the module: two trackers may share a class name
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._guard = TrackerGuard(tracker)
+        self._started = False
+        self._ended = Event()
+        self._warned_full = False
+
+    def start(self, run: TrackedRun) -> None:
+        self._calls.put(lambda: self._start(run))
+        Thread(target=self._work, name=f"tracker-{self._name}", daemon=True).start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if self._calls.qsize() < LONGEST_QUEUE:
+            kept = dict(values)
+            self._calls.put(lambda: self._deliver(step, kept))
+        elif not self._warned_full:
+            self._warned_full = True
+            logger.warning("the tracker %s is too slow: it does not get all values", self._name)
+
+    def finish(self) -> None:
+        self._calls.put(self._finish)
+        if self._ended.wait(SECONDS_TO_CHECK):
+            return
+        problem = self._tracker.service_problem()
+        if problem is not None:
+            logger.warning("the tracker %s has not sent everything, and the run ends: %s", self._name, problem)
+        elif not self._ended.wait(FINISH_SECONDS - SECONDS_TO_CHECK):
+            logger.warning("the tracker %s has not sent everything in %.0f s: the run ends", self._name, FINISH_SECONDS)
+
+    def _work(self) -> None:
+        while not self._ended.is_set():
+            self._calls.get()()
+
+    def _start(self, run: TrackedRun) -> None:
+        self._delivered = _Delivered.of(run.folder / "tracking" / self._file, run.resume_step is None)
+        of_tracker = replace(run, id=self._delivered.id)
+        after = f"without the tracker {self._name}"
+        self._started = self._guard.attempt(lambda tracker: tracker.start(of_tracker), after)
+        if self._started:
+            self._guard.attempt(lambda tracker: self._delivered.write())
+
+    def _deliver(self, step: int, values: Mapping[str, float]) -> None:
+        def deliver(tracker: Tracker) -> None:
+            tracker.log(step, values)
+            self._delivered.add(step, values)
+
+        if self._started and not self._delivered.has(step, values):
+            self._guard.attempt(deliver)
+
+    def _finish(self) -> None:
+        if self._started:
+            self._guard.attempt(lambda tracker: tracker.finish(), after="ends without it")
+        self._ended.set()
 
 
 class Trackers:

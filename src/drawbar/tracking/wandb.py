@@ -4,8 +4,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from drawbar.tracking.background import FINISH_SECONDS
 from drawbar.tracking.tracker import TrackedRun, Tracker
+from drawbar.tracking.trackers import FINISH_SECONDS
 
 logger = logging.getLogger(__name__)
 

@@ -30,10 +30,10 @@ from drawbar.models.lora import (
 )
 from drawbar.models.saving import rounded, save_transformers
 from drawbar.parallel.weights import check_weights
+from drawbar.runtime.safetensors_reader import DTYPES
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 from drawbar.train.setup import checkpoint_of, on_one_process, open_checkpoint, task_of_run, warn_of_other_base
-from drawbar.util.dtypes import DTYPES
 
 
 @dataclass(frozen=True)

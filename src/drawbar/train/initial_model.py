@@ -33,8 +33,7 @@ from drawbar.models.folder import (
 )
 from drawbar.runtime.log import logger
 from drawbar.train.checkpoint_export import CheckpointExport, ExportFormat
-from drawbar.util.atomic_files import link_or_copy
-from drawbar.util.new_folder import new_folder
+from drawbar.util.atomic_files import link_or_copy, new_folder
 from drawbar.util.run_dir import LOCK_FILE
 
 SINGLE_PROCESS_SETTINGS = ("launch.nproc=1", "device=cpu", "precision=fp32")

@@ -13,8 +13,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.errors import ExitCode
 from drawbar.launch.allreduce_check import check_allreduce
-from drawbar.runtime.log import errors_in_log, logger, start_logging
-from drawbar.runtime.streams import ignore_output_errors
+from drawbar.runtime.log import errors_in_log, ignore_output_errors, logger, start_logging
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_registry import task_class

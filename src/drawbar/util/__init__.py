@@ -1,1 +1,1 @@
-"""Small helpers for every package. Of drawbar they import ``errors`` and one another; only ``dtypes`` needs torch."""
+"""Small helpers for every package. Of drawbar they import ``errors`` and one another; none needs torch."""

@@ -1,6 +1,7 @@
 """Numbers of bytes as people read and write them."""
 
 import re
+from pathlib import Path
 
 
 def readable(size: int) -> str:
@@ -9,6 +10,11 @@ def readable(size: int) -> str:
         if size >= 2**bits:
             return f"{size / 2**bits:.1f} {unit}"
     return f"{size / 2**10:.1f} KiB"
+
+
+def bytes_below(folder: Path) -> int:
+    """Of all files in a folder, and in the folders in it."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 _UNITS = {

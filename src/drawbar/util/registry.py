@@ -1,14 +1,59 @@
-"""``Registry``: the implementations of one kind by name, with those that installed packages bring as entry points."""
+"""The entry points of installed packages, among them drawbar's own guests; ``Registry``: the implementations of one
+kind by name, with those that packages bring as entry points."""
 
-from collections.abc import Callable
-from importlib.metadata import EntryPoint
-from typing import Generic, TypeVar
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from typing import Any, Generic, TypeVar
 
 from drawbar.errors import UserError, nearest
-from drawbar.util.entry_points import installed_points
+
+
+def installed_points(group: str) -> list[EntryPoint]:
+    """The entry points of a group, but for those of drawbar's folders that were left out where it was installed."""
+    return [point for point in entry_points(group=group) if not _is_left_out(point)]
+
+
+@cache  # every search looks at all installed packages, which a shared disk may take long for
+def left_out_folders(group: str) -> dict[str, str]:
+    """By the names of the other entry points of the group: the folder of drawbar's that is not there."""
+    return {point.name: _folder(point) for point in entry_points(group=group) if _is_left_out(point)}
+
+
+def load_points(group: str, kind: str) -> Iterator[tuple[str, Any]]:
+    """What the entry points of a group name. One that cannot be imported costs a warning, and the others are there all
+    the same.
+
+    Args:
+        kind: what one of them is called in the warning: ``command``.
+    """
+    for point in installed_points(group):
+        try:
+            found = point.load()
+        except Exception as error:  # noqa: BLE001 - any package's import may raise anything
+            print(f"warning: the {kind} {point.name} ({point.value}) cannot be imported: {error}", file=sys.stderr)
+        else:
+            yield point.name, found
+
+
+def _is_left_out(point: EntryPoint) -> bool:
+    # of another package nothing is asked: to look for a module imports what is around it
+    return point.module.startswith("drawbar.") and not has_folder(_folder(point))
+
+
+def _folder(point: EntryPoint) -> str:
+    return point.module.split(".")[1]
+
+
+def has_folder(name: str) -> bool:
+    """Whether drawbar was installed with its folder of this name."""
+    spec = find_spec(f"drawbar.{name}")
+    return spec is not None and spec.origin is not None  # a folder in which only __pycache__ is left has a spec
+
 
 T = TypeVar("T")
-_T = TypeVar("_T")
 
 
 class Registry(Generic[T]):
@@ -17,32 +62,18 @@ class Registry(Generic[T]):
     Args:
         kind: what one of them is called in messages: ``launcher``.
         group: the group of entry points by which other packages add theirs: ``drawbar.launchers``.
+        built_in: drawbar's own by name, or where each is: ``package.module:attribute``. They go before those of
+            packages.
     """
 
-    def __init__(self, kind: str, group: str) -> None:
+    def __init__(self, kind: str, group: str, built_in: "Mapping[str, T | str] | None" = None) -> None:
         self.kind = kind
         self.group = group
-        self._registered: dict[str, T] = {}
-        self._lazy: dict[str, EntryPoint] = {}
+        self._built_in = built_in or {}
         self._loaded: dict[str, T] = {}
 
-    def register(self, name: str) -> "Callable[[_T], _T]":
-        """Decorator: what it stands above is the implementation of this name."""
-
-        def add(implementation: _T) -> _T:
-            self._check_new(name)
-            self._registered[name] = implementation  # type: ignore[assignment]  # a decorator keeps the exact type
-            return implementation
-
-        return add
-
-    def register_lazy(self, name: str, path: str) -> None:
-        """Add the implementation at ``package.module:attribute``, which is imported when it is first asked for."""
-        self._check_new(name)
-        self._lazy[name] = EntryPoint(name, path, self.group)
-
     def get(self, name: str, where: str) -> T:
-        """The implementation of this name. One that is registered goes before one of an installed package.
+        """The implementation of this name.
 
         Args:
             where: the setting or option that names it, for the error.
@@ -50,14 +81,16 @@ class Registry(Generic[T]):
         Raises:
             UserError: there is none, several packages bring one, or it cannot be imported.
         """
-        for known in (self._registered, self._loaded):
-            if name in known:
-                return known[name]
-        points = (
-            [self._lazy[name]]
-            if name in self._lazy
-            else [point for point in installed_points(self.group) if point.name == name]
-        )
+        own = self._built_in.get(name)
+        if own is not None and not isinstance(own, str):
+            return own
+        if name not in self._loaded:
+            point = EntryPoint(name, own, self.group) if own else self._installed(name, where)
+            self._loaded[name] = self._load(point, where)
+        return self._loaded[name]
+
+    def _installed(self, name: str, where: str) -> EntryPoint:
+        points = [point for point in installed_points(self.group) if point.name == name]
         if not points:
             raise self._unknown(name, where)
         if len(points) > 1:
@@ -67,17 +100,16 @@ class Registry(Generic[T]):
                 where=where,
                 remedy="uninstall all of them but one",
             )
-        self._loaded[name] = self._load(points[0], where)
-        return self._loaded[name]
+        return points[0]
 
     def __contains__(self, name: str) -> bool:
         """Whether there is one of this name; installed packages are searched last."""
         return name in self._registered or name in self._lazy or name in self.names()
 
     def names(self) -> list[str]:
-        """All names: those that are registered, then those of installed packages."""
+        """All names: drawbar's own, then those of installed packages."""
         installed = sorted(point.name for point in installed_points(self.group))
-        return list(dict.fromkeys([*self._registered, *self._lazy, *installed]))
+        return list(dict.fromkeys([*self._built_in, *installed]))
 
     def _load(self, point: EntryPoint, where: str) -> T:
         try:
@@ -100,10 +132,6 @@ class Registry(Generic[T]):
             where=where,
             remedy=f"{hint}There are: {known}; a package adds one by the entry point group {self.group}",
         )
-
-    def _check_new(self, name: str) -> None:
-        if name in self._registered or name in self._lazy:
-            raise ValueError(f"the {self.kind} {name!r} is registered already")
 
 
 def _package(point: EntryPoint) -> str:

@@ -26,6 +26,16 @@ def plan_file(run_dir: Path) -> Path:
     return run_dir / LAUNCH_FOLDER / "plan.json"
 
 
+def job_config(run_dir: Path, number: str) -> Path:
+    """The configuration of a job, or of an element, as it was submitted."""
+    return run_dir / LAUNCH_FOLDER / f"config-{number}.yaml"
+
+
+def job_end(run_dir: Path, number: str) -> Path:
+    """How a job ended, as its own script or launcher has written it down."""
+    return run_dir / LAUNCH_FOLDER / f"ended-{number}.json"
+
+
 def checkpoint_folders(run_dir: Path) -> dict[int, Path]:
     """The folders of the checkpoints by step, ascending. Only names are looked at, not whether they are intact."""
     found = {path.name.removeprefix("step-"): path for path in (run_dir / CHECKPOINTS).glob("step-*")}

@@ -44,7 +44,7 @@ def json_line(record: Any) -> bytes:
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=_plain)
     except ValueError:  # it holds a number that is not finite
-        text = json.dumps(_with_finite_numbers(record), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(with_finite_numbers(record), ensure_ascii=False, allow_nan=False)
     try:
         return f"{text}\n".encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape and UTF-8 cannot hold
@@ -56,13 +56,14 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def _with_finite_numbers(value: Any) -> Any:
+def with_finite_numbers(value: Any) -> Any:
+    """The same with texts for numbers that are not finite, for which JSON has none."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return json_number(value)
     if isinstance(value, dict):
-        return {_with_finite_numbers(key): _with_finite_numbers(item) for key, item in value.items()}
+        return {with_finite_numbers(key): with_finite_numbers(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_finite_numbers(item) for item in value]
-    return _with_finite_numbers(_plain(value))
+        return [with_finite_numbers(item) for item in value]
+    return with_finite_numbers(_plain(value))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot
 from drawbar.checkpoint.read import read_snapshot, read_state
-from drawbar.runtime.host_copies import host_copies
+from drawbar.runtime.safetensors_reader import host_copies
 from drawbar.train.saver import AsyncWriter
 from drawbar.util.atomic_files import sync
 from harness import wait_until

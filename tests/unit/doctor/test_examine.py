@@ -36,7 +36,7 @@ def test_a_model_that_cannot_be_of_the_hub_and_a_rank_that_is_none(
     for name, value in {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     loaded = drawbar.load_config(project / "config.yaml", ["task.model=a/b/c", "task.from_scratch=null"])
-    sections = examine.examine(loaded, True, lambda gpus: 1)
+    sections = examine.examine(loaded, True)
     hub, rank, processes = sections["Hugging Face Hub"][0], sections["Run"][0], sections["Run"][1]
     assert (hub.level, rank.level) == (Level.PROBLEM, Level.PROBLEM)
     assert "cannot be a name on the Hugging Face Hub" in hub.what

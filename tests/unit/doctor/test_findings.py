@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from drawbar.jobs.doctor import findings
-from drawbar.jobs.doctor.machine import GIB, MIB, Machine, look_at_folder, look_at_machine
+from drawbar.jobs.doctor.findings import GIB, MIB, Machine, look_at_folder, look_at_machine
 from drawbar.launch.findings import Finding, Level
 
 HAS_NAMESPACES = subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0
@@ -20,7 +20,7 @@ SHOW = """
 import json, os
 from dataclasses import asdict
 from drawbar.jobs.doctor.findings import *
-from drawbar.jobs.doctor.machine import *
+from drawbar.jobs.doctor.findings import *
 def show(facts):
     print(json.dumps(asdict(facts)))
 """

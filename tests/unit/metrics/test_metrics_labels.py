@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sklearn.metrics import precision_recall_fscore_support
 from sklearn.preprocessing import MultiLabelBinarizer
 
-from drawbar.metrics.label_scores import positive_class, with_task_classes
 from drawbar.metrics.metric_registry import BUILT_IN_METRICS
+from drawbar.metrics.scores import positive_class, with_task_classes
 
 pytestmark = pytest.mark.filterwarnings("error")
 

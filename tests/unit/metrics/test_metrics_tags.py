@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawbar.metrics.metric_registry import BUILT_IN_METRICS
-from drawbar.metrics.tags import entity_f1, is_entity_tag, tag_accuracy
+from drawbar.metrics.scores import entity_f1, is_entity_tag, tag_accuracy
 
 Entity = tuple[str, int, int]
 """Type, first word, and the word after the last."""

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drawbar.errors import UserError
 from drawbar.parallel.apply import checkpoint_activations
 from drawbar.parallel.compile import check_compiler, compile_blocks
-from drawbar.util.cores import usable_cores
+from drawbar.threads import usable_cores
 from harness import run_ranks
 
 LENGTHS = [12, 12, 17, 23, 9, 31]

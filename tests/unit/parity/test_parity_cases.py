@@ -88,74 +88,59 @@ def test_the_configurations_own_way_is_one() -> None:
     assert names(again, 1) == ["single"]
 
 
-def cases(ranks: int, **sections: Any) -> list[dict[str, Any]]:
-    return parallel_cases(RunConfig(device="cpu", **sections), ranks)
+def cases(ranks: int, **sections: Any) -> list[str]:
+    return [case.name for case in parallel_cases(RunConfig(device="cpu", **sections), ranks)]
 
 
 def test_cases_of_the_acceptance() -> None:
-    ddp = {"strategy": "ddp"}
     assert cases(1) == []
     assert cases(2) == [
-        ddp,
-        {"strategy": "fsdp"},
-        {**ddp, "tensor": 2},
-        {**ddp, "pipeline": 2},
-        {"strategy": "zero1"},
-        {"strategy": "fsdp", "reshard": False},
-        {"strategy": "fsdp", "offload": True},
-        {**ddp, "tensor": 2, "sequence": True},
-        {**ddp, "pipeline": 2, "schedule": "gpipe"},
-        {**ddp, "pipeline": 2, "schedule": "interleaved"},
+        *("ddp", "fsdp", "ddp tensor=2", "ddp pipeline=2", "zero1", "fsdp reshard=false", "fsdp offload=true"),
+        *("ddp tensor=2 sequence=true", "ddp pipeline=2 schedule=gpipe", "ddp pipeline=2 schedule=interleaved"),
     ]
-    four = cases(4)
-    for strategy in ("ddp", "fsdp"):
-        assert {"strategy": strategy, "tensor": 2} in four
-        assert {"strategy": strategy, "pipeline": 2} in four
-    assert {**ddp, "pipeline": 2, "tensor": 2} in four
-    assert {"strategy": "fsdp", "replicate": 2} in four
-    assert {"strategy": "fsdp", "pipeline": 2, "tensor": 2} in cases(8)
+    assert {f"{strategy} {degree}=2" for strategy in ("ddp", "fsdp") for degree in ("tensor", "pipeline")} <= {
+        *cases(4)
+    }
+    assert {"ddp tensor=2 pipeline=2", "fsdp replicate=2"} <= {*cases(4)}
+    assert "fsdp tensor=2 pipeline=2" in cases(8)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
 def test_cases_fit_the_ranks(ranks: int) -> None:
     found = parallel_cases(RunConfig(device="cuda"), ranks)
     assert found
-    assert len({str(case) for case in found}) == len(found)
+    assert len({case.name for case in found}) == len(found)
     for case in found:
-        config = RunConfig(device="cuda", parallel=ParallelSection(**case))
+        config = RunConfig(device="cuda", parallel=case.parallel)
         check_degrees(config, ranks)
         assert not any(rule.broken(config) for rule in PARALLEL)
-    assert any("context" in case for case in found) == (ranks % 2 == 0)
+    assert any(case.parallel.context > 1 for case in found) == (ranks % 2 == 0)
 
 
 def test_cases_of_deepspeed() -> None:
-    deepspeed = {"strategy": "deepspeed"}
-    assert deepspeed_cases(RunConfig(device="cpu"), 2) == [
-        *({**deepspeed, "zero_stage": stage} for stage in range(4)),
-        {**deepspeed, "zero_stage": 2, "offload": True},
-        {**deepspeed, "zero_stage": 3, "offload": True},
-        {**deepspeed, "zero_stage": 1, "tensor": 2},
-        {**deepspeed, "zero_stage": 1, "pipeline": 2},
+    assert [case.name for case in deepspeed_cases(RunConfig(device="cpu"), 2)] == [
+        *(f"deepspeed zero_stage={stage}" for stage in range(4)),
+        *("deepspeed zero_stage=2 offload=true", "deepspeed zero_stage=3 offload=true"),
+        *("deepspeed zero_stage=1 tensor=2", "deepspeed zero_stage=1 pipeline=2"),
     ]
     eight = deepspeed_cases(RunConfig(device="cuda"), 8)
-    assert {**deepspeed, "zero_stage": 1, "tensor": 2, "pipeline": 2} in eight
+    assert "deepspeed zero_stage=1 tensor=2 pipeline=2" in [case.name for case in eight]
     for case in eight:
-        config = RunConfig(device="cuda", parallel=ParallelSection(**case))
+        config = RunConfig(device="cuda", parallel=case.parallel)
         check_degrees(config, 8)
         assert not any(rule.broken(config) for rule in PARALLEL + DEEPSPEED)
 
 
 def test_cases_leave_settings_of_deepspeed_out() -> None:
     with_section = RunConfig(device="cpu", deepspeed=DeepSpeedSection(preset="zero3"))
-    assert parallel_cases(with_section, 2) == cases(2)
+    assert [case.name for case in parallel_cases(with_section, 2)] == cases(2)
     assert deepspeed_cases(with_section, 2) == deepspeed_cases(RunConfig(device="cpu"), 2)
 
 
 def test_cases_are_those_of_the_configuration() -> None:
     task = MaskedLMConfig(model="a-model")
     assert not any("pipeline" in case for case in cases(4, task=task))
-    assert not any(
-        case["strategy"] == "fsdp" or "tensor" in case for case in cases(4, optim=OptimSection(name="adafactor"))
-    )
+    adafactor = cases(4, optim=OptimSection(name="adafactor"))
+    assert not any(case.startswith("fsdp") or "tensor" in case for case in adafactor)
     packed = parallel_cases(RunConfig(device="cuda", data=DataSection(batching="packed")), 2)
-    assert not any("context" in case for case in packed)
+    assert not any(case.parallel.context > 1 for case in packed)

@@ -26,11 +26,10 @@ from drawbar.errors import UserError
 from drawbar.plan.command import _compare
 from drawbar.plan.forecast_tables import KNOWN_ERROR_ON_GPUS, print_forecast
 from drawbar.plan.machine import Machine, make_machine
-from drawbar.plan.rank_forecast import RankForecast, forecast_rank
+from drawbar.plan.rank_forecast import RankForecast, forecast_rank, longest_sample
 from drawbar.plan.run_forecast import COUNTED, ESTIMATED, Forecaster, RunForecast, in_own_process
 from drawbar.plan.step_recorder import ACTIVATIONS, COMMUNICATION, GRADIENTS, LOGITS, PARAMETERS, Peak
 from drawbar.plan.suggestions import suggest
-from drawbar.plan.worst_batch import longest_sample
 from drawbar.tasks.task_registry import task_class
 from drawbar.util.byte_sizes import parse_size
 from exhaustive import some
@@ -148,7 +147,7 @@ def measured_peak(one: Forecaster, config: RunConfig) -> int:
     from drawbar.distributed.process_group import Distributed
     from drawbar.distributed.rank_info import RankInfo
     from drawbar.engines.build import assemble_engine
-    from drawbar.plan.worst_batch import rows_and_count, worst_micro_batch
+    from drawbar.plan.rank_forecast import rows_and_count, worst_micro_batch
     from drawbar.tasks.user_methods import make_task
 
     world = Distributed(RankInfo(), torch.device("cpu"), 60)
@@ -208,7 +207,7 @@ def test_every_stage_of_a_pipeline_is_counted() -> None:
 def test_labels_of_a_whole_sample_are_not_stretched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve classes of a text of twelve tokens."""
     sample = {"input_ids": np.arange(12), "labels": np.zeros(12), "id": 0}
-    monkeypatch.setattr("drawbar.plan.worst_batch.first_samples", lambda *_: SimpleNamespace(samples=[sample]))
+    monkeypatch.setattr("drawbar.plan.rank_forecast.first_samples", lambda *_: SimpleNamespace(samples=[sample]))
     config: Any = SimpleNamespace(data=SimpleNamespace(sequence_length=64), task=None)
     tasks: dict[str, Any] = {name: SimpleNamespace(label_placement=name) for name in ("sample", "token")}
     world: Any = None

@@ -34,21 +34,21 @@ def test_a_run_that_cannot_fit_is_refused_unless_it_is_forced() -> None:
     ]
     config = load_config(None, settings).config
     assert config.cluster is not None
-    checked = check_memory(make_job(config, config.cluster, None), None, force=True)
-    assert checked.plan is not None
-    assert not checked.plan["fits"]
-    (note,) = checked.notes
+    note, plan = check_memory(make_job(config, config.cluster, None), None, force=True)
+    assert plan is not None
+    assert not plan["fits"]
+    assert note is not None
     assert "--force" in note
     with pytest.raises(UserError, match="does not fit") as refused:
-        _judge(dict(checked.plan), "100KiB", force=False)
+        _judge(dict(plan), "100KiB", force=False)
     assert "--force" in str(refused.value.remedy)
-    assert "planned: a rank takes" in _judge({**checked.plan, "fits": True}, "80GiB", force=False)
+    assert "planned: a rank takes" in _judge({**plan, "fits": True}, "80GiB", force=False)
 
 
 def test_nothing_is_planned_without_the_memory_of_the_gpus(project: Path) -> None:
     config = load_config(None, ["data.train=text.txt", "train.steps=3", "cluster={gpus_per_node: 2}"]).config
     assert config.cluster is not None
-    assert check_memory(make_job(config, config.cluster, None), None, force=False).plan is None
+    assert check_memory(make_job(config, config.cluster, None), None, force=False)[1] is None
 
 
 def test_the_report_has_the_plan(tmp_path: Path) -> None:

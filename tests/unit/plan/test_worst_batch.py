@@ -11,13 +11,12 @@ from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import MicroBatchSize
 from drawbar.errors import UserError
-from drawbar.plan import run_forecast, worst_batch
+from drawbar.plan import rank_forecast, run_forecast
 from drawbar.plan.machine import Machine, make_machine
-from drawbar.plan.rank_forecast import RankForecast, _counts
+from drawbar.plan.rank_forecast import RankForecast, _counts, longest_sample, rows_and_count, worst_micro_batch
 from drawbar.plan.run_forecast import Forecaster
 from drawbar.plan.step_recorder import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, Peak
 from drawbar.plan.suggestions import _changes
-from drawbar.plan.worst_batch import longest_sample, rows_and_count, worst_micro_batch
 from drawbar.tasks.task_registry import task_class
 from exhaustive import some
 
@@ -50,7 +49,7 @@ def text(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def longest(monkeypatch: pytest.MonkeyPatch, placement: str | None, samples: list[dict[str, Any]]) -> dict[str, Any]:
-    monkeypatch.setattr(worst_batch, "first_samples", lambda *_: SimpleNamespace(samples=samples))
+    monkeypatch.setattr(rank_forecast, "first_samples", lambda *_: SimpleNamespace(samples=samples))
     task: Any = SimpleNamespace(label_placement=placement)
     config: Any = SimpleNamespace(data=SimpleNamespace(sequence_length=8), task=None)
     return longest_sample(task, config, NOBODY, [])
@@ -72,7 +71,7 @@ def test_of_samples_without_tokens_each_field_is_the_largest(monkeypatch: pytest
 
 
 def test_rows_are_counted_by_the_longer_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worst_batch, "train_micro_batch", lambda *_: MicroBatchSize(tokens=64))
+    monkeypatch.setattr(rank_forecast, "train_micro_batch", lambda *_: MicroBatchSize(tokens=64))
     config: Any = SimpleNamespace(train=SimpleNamespace(global_batch=16))
     world: Any = SimpleNamespace(dp_ranks=SimpleNamespace(size=1))
     source, target = np.zeros(8), np.zeros(32)
@@ -97,7 +96,7 @@ def test_a_collate_that_returns_no_batch_is_named(monkeypatch: pytest.MonkeyPatc
             return {}
 
     monkeypatch.setattr(
-        worst_batch, "batch_maker", lambda task, _: SimpleNamespace(augment=lambda one, _: one, collate=task.collate)
+        rank_forecast, "batch_maker", lambda task, _: SimpleNamespace(augment=lambda one, _: one, collate=task.collate)
     )
     task: Any = Mistaken()
     with pytest.raises(UserError, match=r"Mistaken\.collate returns dict"):

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import make_project
-from drawbar.runtime.log import open_log_file, start_logging
-from drawbar.runtime.streams import ignore_output_errors
+from drawbar.runtime.log import ignore_output_errors, open_log_file, start_logging
 from exhaustive import some
 from forked import DRAWBAR, fork_ranks, run_python
 from harness import run_ranks

@@ -14,7 +14,7 @@ import pytest
 
 from drawbar.config.schema.run_config import TrackingSection
 from drawbar.errors import UserError
-from drawbar.tracking import background
+from drawbar.tracking import trackers as module
 from drawbar.tracking.jsonl import JsonlTracker
 from drawbar.tracking.mlflow import MLflowTracker
 from drawbar.tracking.tracker import TrackedRun
@@ -139,9 +139,9 @@ def test_the_end_of_a_run_does_not_wait_for_ever(
     from threading import Event
 
     hangs = Event()
-    monkeypatch.setattr(background, "FINISH_SECONDS", 0.01)
-    monkeypatch.setattr(background, "SECONDS_TO_CHECK", 0.005)
-    monkeypatch.setattr(background, "LONGEST_QUEUE", 2)
+    monkeypatch.setattr(module, "FINISH_SECONDS", 0.01)
+    monkeypatch.setattr(module, "SECONDS_TO_CHECK", 0.005)
+    monkeypatch.setattr(module, "LONGEST_QUEUE", 2)
     monkeypatch.setattr(WandbTracker, "start", lambda self, run: hangs.wait())
     trackers = Trackers(make_trackers(TrackingSection(tensorboard=False, trackers={"wandb": {"project": "trains"}})))
     trackers.start(TrackedRun(tmp_path, {}))
@@ -156,8 +156,8 @@ def test_the_end_of_a_run_does_not_wait_for_ever(
 def test_the_end_of_a_run_does_not_wait_for_an_mlflow_server_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "SECONDS_TO_CHECK", 0.01)
-    monkeypatch.setattr(background, "FINISH_SECONDS", 10_000.0)
+    monkeypatch.setattr(module, "SECONDS_TO_CHECK", 0.01)
+    monkeypatch.setattr(module, "FINISH_SECONDS", 10_000.0)
     with socket.socket() as unused:  # bound, and nobody listens
         unused.bind(("127.0.0.1", 0))
         server = f"127.0.0.1:{unused.getsockname()[1]}"

@@ -17,11 +17,10 @@ from tensorboard.summary.writer import event_file_writer
 
 from drawbar.config.schema.run_config import TrackingSection
 from drawbar.errors import ExitCode, UserError
-from drawbar.tracking.background import BackgroundTracker
 from drawbar.tracking.jsonl import JsonlTracker
 from drawbar.tracking.tensorboard import TensorBoardTracker
 from drawbar.tracking.tracker import TrackedRun
-from drawbar.tracking.trackers import Trackers, make_trackers
+from drawbar.tracking.trackers import BackgroundTracker, Trackers, make_trackers
 
 
 def entries(path: Path) -> list[dict[str, Any]]:
@@ -150,7 +149,7 @@ def test_starting_over_begins_the_file_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", [b"\x00\x00\xff\n", b'{"step": 1, "tr\n', b"[1]\n", b'{"step": null}\n', b"\n"])
 def test_a_damaged_line_is_named_and_dropped(tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n' + damage + b'{"step": 2}')
+    path.write_bytes(b'{"step": 1, "time": 1.0}\n' + damage + b'{"step": 2, "time": 2.0}')
     started(tmp_path, 2).log(3, {})
     assert [entry["step"] for entry in entries(path)] == [1, 2, 3]
     assert "metrics.jsonl, line 2" in caplog.text

@@ -32,9 +32,8 @@ from transformers import (
 from conftest import WORDS
 from drawbar.cli.arguments import load_run
 from drawbar.commands.export_run import ExportFormat, export_run
-from drawbar.commands.score_run import generate_from_run
+from drawbar.commands.trained_run import TrainedRun
 from drawbar.data.tokenizer import train_byte_bpe
-from drawbar.evaluation.text_generation import Sampling
 from exhaustive import some
 from runs import fit_in
 from translators import LANGUAGES, PAIRS, mbart, mbart50, nllb
@@ -180,7 +179,7 @@ def test_documents(export: Callable[..., Exported], tokenizer: Callable[[], Any]
 
     assert found.mean_loss(inputs, shift=1) == pytest.approx(found.scores["loss"], rel=1e-4)
     prompts = ["the driver", "the hill and"]
-    ours = generate_from_run(found.config, None, prompts, Sampling(max_new_tokens=8, temperature=0), None, seed=0)
+    ours = TrainedRun(found.config, None, None).generate(prompts, max_new_tokens=8, temperature=0)
     write = pipeline("text-generation", model=found.folder, device="cpu")
     theirs = write(prompts, do_sample=False, max_new_tokens=8, return_full_text=False, batch_size=2)
     assert [text for (answer,) in theirs for text in answer.values()] == ours

@@ -12,13 +12,13 @@ from torch import nn
 import drawbar
 from drawbar.commands.export_run import ExportFormat, export_run
 from drawbar.commands.prepare_data import prepare_run
-from drawbar.commands.score_run import evaluate_run, generate_from_run, predict_from_run
+from drawbar.commands.score_run import evaluate_run, predict_from_run
+from drawbar.commands.trained_run import TrainedRun
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.build import build_engine
 from drawbar.errors import ExitCode, UserError
-from drawbar.evaluation.text_generation import Sampling
 from drawbar.parity.run import make_reference
 from drawbar.parity.workload import Workload
 from drawbar.tasks.batch import Batch
@@ -116,7 +116,7 @@ def train_in_parity(config: RunConfig, task: type[Task]) -> None:
             lambda config, task: evaluate_run(config, task, "validation", None),
             lambda config, task: predict_from_run(config, task, Path("out.jsonl"), None),
             lambda config, task: export_run(config, task, Path("exported"), None, ExportFormat()),
-            lambda config, task: generate_from_run(config, task, ["a"], Sampling(), None, 0),
+            lambda config, task: TrainedRun(config, task, None).generate(["a"]),
             lambda config, task: prepare_run(config, task),
             lambda config, task: Workload(config, task, steps=1).with_tokenizer_and_metadata(),
             train_in_parity,

@@ -20,14 +20,10 @@ def install(folder: Path, package: str, entry_points: str, module: str = "") -> 
 
 @pytest.fixture
 def animals() -> Registry[type]:
-    registry: Registry[type] = Registry("animal", "drawbar.tests.animals")
-
-    @registry.register("horse")
     class Horse:
         pass
 
-    registry.register_lazy("ox", "collections:OrderedDict")
-    return registry
+    return Registry("animal", "drawbar.tests.animals", {"horse": Horse, "ox": "collections:OrderedDict"})
 
 
 def test_what_is_registered_is_found_and_may_be_imported_late(animals):
@@ -83,8 +79,3 @@ def test_two_packages_with_one_name_are_both_named(animals, tmp_path, monkeypatc
 
     with pytest.raises(UserError, match="several packages bring the animal 'mule': stable_a, stable_b"):
         animals.get("mule", "here")
-
-
-def test_a_name_is_registered_once(animals):
-    with pytest.raises(ValueError, match="the animal 'ox' is registered already"):
-        animals.register("ox")(dict)

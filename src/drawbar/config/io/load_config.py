@@ -27,7 +27,7 @@ from drawbar.config.schema.guest_section import SECTIONS_GROUP
 from drawbar.config.schema.run_config import RunConfig, run_config_type
 from drawbar.config.schema.task_sections import BUILT_IN_TASKS, TASKS, TaskConfig
 from drawbar.errors import UserError
-from drawbar.util.entry_points import left_out_folders
+from drawbar.util.registry import left_out_folders
 
 _SPLITS = ("train", "validation", "test")
 ALTERNATIVES: tuple[tuple[str, ...], ...] = (

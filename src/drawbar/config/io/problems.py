@@ -13,7 +13,7 @@ from drawbar.config.io.source import Origin, Settings, ancestors
 from drawbar.config.schema.guest_section import SECTIONS_GROUP
 from drawbar.config.schema.task_sections import BUILT_IN_TASKS
 from drawbar.errors import nearest
-from drawbar.util.entry_points import left_out_folders
+from drawbar.util.registry import left_out_folders
 
 
 def report_errors(error: ValidationError, model: type[BaseModel], settings: Settings) -> None:

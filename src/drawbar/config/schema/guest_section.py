@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel
 
 from drawbar.config.schema.section import Section
-from drawbar.util.entry_points import load_points
+from drawbar.util.registry import load_points
 
 SECTIONS_GROUP = "drawbar.sections"
 

@@ -176,10 +176,15 @@ BUILT_IN_TASKS: dict[str, type[TaskConfig]] = {
 }
 """The options of each built-in task."""
 
-TASKS: Registry[Any] = Registry("task", "drawbar.tasks")
+TASKS: Registry[Any] = Registry(
+    "task",
+    "drawbar.tasks",
+    {
+        "causal_lm": "drawbar.tasks.causal_lm:CausalLM",
+        "sequence_classification": "drawbar.tasks.classification:SequenceClassification",
+        "token_classification": "drawbar.tasks.classification:TokenClassification",
+        "seq2seq": "drawbar.tasks.seq2seq:Seq2Seq",
+        "masked_lm": "drawbar.tasks.masked_lm:MaskedLM",
+    },
+)
 """Names for ``task.type``. A class of your own is also found as ``package.module:Class``."""
-TASKS.register_lazy("causal_lm", "drawbar.tasks.causal_lm:CausalLM")
-TASKS.register_lazy("sequence_classification", "drawbar.tasks.classification:SequenceClassification")
-TASKS.register_lazy("token_classification", "drawbar.tasks.classification:TokenClassification")
-TASKS.register_lazy("seq2seq", "drawbar.tasks.seq2seq:Seq2Seq")
-TASKS.register_lazy("masked_lm", "drawbar.tasks.masked_lm:MaskedLM")

@@ -43,14 +43,13 @@ def doctor(task: "type[Task] | None", arguments: tuple[str, ...], as_json: bool)
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") != "0":
         return 0  # the first process of each machine examines it for all
     from drawbar.cli.arguments import load
-    from drawbar.cli.train import processes_to_start
     from drawbar.jobs.doctor.examine import examine
 
     loaded = load(arguments, task)
     is_watched = sys.stderr.isatty()
     if is_watched:
         click.echo("looking around …", nl=False, err=True)
-    sections = examine(loaded, bool(arguments), lambda gpus: processes_to_start(loaded.config, lambda: gpus))
+    sections = examine(loaded, bool(arguments))
     if is_watched:
         click.echo("\r\x1b[K", nl=False, err=True)
     healthy = all(finding.level != "problem" for found in sections.values() for finding in found)

@@ -10,7 +10,6 @@ from drawbar.cli.complete_words import complete_config_and_settings
 from drawbar.errors import ExitCode
 
 if TYPE_CHECKING:
-    from drawbar.jobs.launcher import Launcher
     from drawbar.jobs.submission import PreparedJob
     from drawbar.tasks.task import Task
 
@@ -83,29 +82,7 @@ def submit(
     if name is None and hosts is None and hostfile is None:
         raise click.UsageError("say where to run it: --to slurm, --to ssh, --hosts or --hostfile")
     name = name or DEFAULT_HOSTS_LAUNCHER
-    _check_options(get_launcher(name, "--to"), name, hosts, hostfile, nodes, bool(sweep), at_once, snapshot)
-    settings = (*arguments, *host_settings(hosts, hostfile))
-    settings = settings if image is None else (*settings, f"cluster.image={json.dumps(image)}")
-    settings = settings if nodes is None else (*settings, f"cluster.nodes={nodes}")
-    here = Path.cwd()
-    copy = snapshot_name(here) if snapshot else None
-    request = SubmitRequest(settings, name, task, cluster, user_program(task), code_version(here), copy, force=force)
-    if sweep:
-        return send(prepare_sweep(request, *name_elements(request, combine(sweep)), at_once), dry_run)
-    return send(prepare_job(request), dry_run)
-
-
-def _check_options(
-    launcher: "Launcher",
-    name: str,
-    hosts: str | None,
-    hostfile: str | None,
-    nodes: int | None,
-    sweep: bool,
-    at_once: int | None,
-    snapshot: bool,
-) -> None:
-    """Raises UsageError where an option is not for this launcher, or two of them contradict each other."""
+    launcher = get_launcher(name, "--to")
     if at_once is not None and not sweep:
         raise click.UsageError("--at-once is for a --sweep: it says how many of its runs may run at the same time")
     if (sweep and not launcher.has_sweeps) or (snapshot and not launcher.has_snapshots):
@@ -117,6 +94,15 @@ def _check_options(
         raise click.UsageError(f"--nodes and --to {name} exclude one another: name the machines with --hosts")
     if named and not launcher.takes_hosts:
         raise click.UsageError(f"{named[0]} and --to {name} exclude one another: {name} chooses the machines itself")
+    settings = (*arguments, *host_settings(hosts, hostfile))
+    settings = settings if image is None else (*settings, f"cluster.image={json.dumps(image)}")
+    settings = settings if nodes is None else (*settings, f"cluster.nodes={nodes}")
+    here = Path.cwd()
+    copy = snapshot_name(here) if snapshot else None
+    request = SubmitRequest(settings, name, task, cluster, user_program(task), code_version(here), copy, force=force)
+    if sweep:
+        return send(prepare_sweep(request, *name_elements(request, combine(sweep)), at_once), dry_run)
+    return send(prepare_job(request), dry_run)
 
 
 def host_settings(hosts: str | None, hostfile: str | None) -> tuple[str, ...]:

@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, try_to_load_from_cache
 
+from drawbar.cli.train import processes_to_start
 from drawbar.config.io.load_config import LoadedConfig
 from drawbar.config.rules.rule_table import (
     PACKAGE_RULES,
@@ -25,7 +26,7 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.config.strategies import AUTO
 from drawbar.errors import UserError
 from drawbar.jobs.doctor import findings
-from drawbar.jobs.doctor.machine import GIB, look_at_folder, look_at_machine
+from drawbar.jobs.doctor.findings import GIB, look_at_folder, look_at_machine
 from drawbar.launch.findings import Finding, Level, look_at_gpus, of_gpus, problem
 from drawbar.models.folder import run_reference
 from drawbar.runtime.hub import hub_answers
@@ -36,13 +37,12 @@ TORCH_SECONDS = 180.0
 """For importing torch on a busy machine, and for what it is asked; both usually take 3."""
 
 
-def examine(loaded: LoadedConfig, given: bool, count: Callable[[int], int]) -> dict[str, list[Finding]]:
+def examine(loaded: LoadedConfig, given: bool) -> dict[str, list[Finding]]:
     """Look at this machine, and at what this configuration would do on it. Takes a few seconds.
 
     Args:
         loaded: the configuration.
         given: whether the user gave one; if not, neither hub names nor settings are checked.
-        count: from the number of GPUs to the number of processes that `drawbar train` would start.
 
     Returns:
         The findings of each section.
@@ -51,7 +51,7 @@ def examine(loaded: LoadedConfig, given: bool, count: Callable[[int], int]) -> d
     gpus = look_at_gpus(os.environ)  # before torch is asked, which takes memory on a GPU itself
     nproc = 1 if config.launch.nproc == "auto" else config.launch.nproc
     torch = ask_torch(config.device, config.precision, nproc)
-    started = count(torch.get("gpus", 0))
+    started = processes_to_start(config, lambda: int(torch.get("gpus", 0)))
     ranks = _number("WORLD_SIZE") or started
     processes = _number("LOCAL_WORLD_SIZE") or _number("LOCAL_SIZE") or _number("WORLD_SIZE") or started
     many_nodes = ranks > processes or os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1"

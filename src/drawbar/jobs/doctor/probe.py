@@ -14,7 +14,7 @@ import torch
 from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.errors import UserError
 from drawbar.parallel.precision import choose_precision
-from drawbar.util.dtypes import DTYPES
+from drawbar.runtime.safetensors_reader import DTYPES
 
 
 def look_at_torch(wanted: str, precision: str, processes: int) -> dict[str, Any]:

@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from drawbar.config.io.user_code import SNAPSHOT
-from drawbar.jobs.job_files import CONFIG, NODES
 from drawbar.jobs.node.network import describe, find_route
 from drawbar.launch.rendezvous import Rendezvous, launch_id_of
 from drawbar.util.atomic_files import write_atomically
+
+CONFIG = "DRAWBAR_CONFIG"
+"""Environment variable: the configuration of the run, as YAML in base64."""
+NODES = "DRAWBAR_NODES"
+"""Environment variable: all nodes by name, in Slurm's order. The batch script sets it: not all nodes can ask Slurm."""
 
 
 def main(arguments: list[str]) -> NoReturn:

@@ -40,7 +40,7 @@ def interfaces() -> dict[str, str]:
 
 def is_infiniband(name: str) -> bool:
     """Whether an interface is InfiniBand, and up."""
-    return _read(_SYSFS / name / "type") == _INFINIBAND and _read(_SYSFS / name / "operstate") == "up"
+    return read_text(_SYSFS / name / "type") == _INFINIBAND and read_text(_SYSFS / name / "operstate") == "up"
 
 
 def infiniband() -> str | None:
@@ -148,7 +148,8 @@ def describe(route: NetworkRoute, rendezvous: Rendezvous, environ: Mapping[str, 
     )
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file of the kernel's; empty where it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

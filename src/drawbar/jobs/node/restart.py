@@ -5,10 +5,26 @@
 Exit code 0: go on. 1: the job was restarted too often without a new checkpoint.
 """
 
+import json
 import sys
 from pathlib import Path
 
-from drawbar.jobs.job_files import MOST_RESTARTS, count_restart
+from drawbar.util.atomic_files import write_atomically
+from drawbar.util.run_dir import LAUNCH_FOLDER, newest_step
+
+MOST_RESTARTS = 3
+"""Restarts without progress."""
+
+
+def count_restart(run_dir: Path, job: str) -> int:
+    """Count one more start of the job. Returns how many restarts in a row, up to this one, found no new checkpoint."""
+    record = run_dir / LAUNCH_FOLDER / f"restarts-{job}.json"
+    step, restarts = newest_step(run_dir), 0
+    if record.exists():
+        last = json.loads(record.read_text())
+        restarts = last["restarts"] + 1 if step <= last["step"] else 0
+    write_atomically(record, json.dumps({"step": step, "restarts": restarts}).encode())
+    return restarts
 
 
 def main(arguments: list[str]) -> int:

@@ -45,8 +45,7 @@ class SubmitterChannel:
     """Messages from the submitting process. The channel is closed when their stream ends, or when the process
     ``parent`` does."""
 
-    def __init__(self, parent: int, descriptor: int = 0) -> None:
-        self._descriptor = descriptor
+    def __init__(self, parent: int) -> None:
         self._parent = parent
         self._incomplete = b""
         self._unread: list[dict[str, Any]] = []
@@ -59,8 +58,8 @@ class SubmitterChannel:
 
     def messages(self, seconds: float) -> list[dict[str, Any]]:
         """New messages; waits at most so many seconds for one."""
-        if not self.closed and select.select([self._descriptor], [], [], seconds)[0]:
-            text = os.read(self._descriptor, 2**16)
+        if not self.closed and select.select([0], [], [], seconds)[0]:
+            text = os.read(0, 2**16)
             self._last_message, self.closed = time.monotonic(), not text
             *lines, self._incomplete = (self._incomplete + text).split(b"\n")
             self._unread += [json.loads(line) for line in lines]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
 from drawbar.jobs.settings import ClusterSection
-from drawbar.jobs.slurm.partitions import count_gpus, slurm_output
+from drawbar.jobs.slurm.queries import count_gpus, slurm_output
 
 OWN_JOB = "DRAWBAR_JOB"
 """Environment variable: set in the jobs that drawbar submits; a submit inside of one makes a new job."""

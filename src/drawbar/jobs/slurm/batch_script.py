@@ -13,10 +13,10 @@ from drawbar.config.io.user_code import SNAPSHOT
 from drawbar.distributed.interrupt import SIGNAL_SECONDS
 from drawbar.errors import ExitCode, UserError
 from drawbar.jobs.job import Job
-from drawbar.jobs.job_files import CONFIG
+from drawbar.jobs.node.each_node import CONFIG
+from drawbar.jobs.node.requeue import EXCLUDE, GAVE_UP, ONLY_IF_LOST, REQUEUED
 from drawbar.jobs.settings import ClusterSection
 from drawbar.jobs.slurm.allocation import OWN_JOB
-from drawbar.jobs.slurm.bad_node_requeue import EXCLUDE, GAVE_UP, ONLY_IF_LOST, REQUEUED
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
@@ -124,7 +124,13 @@ def render(job: Job) -> str:
     parts = [shell, f"# {what} on {_count(job.nodes, 'node')}; made by drawbar submit."]
     parts += [f"#SBATCH {option}" for option in _options(job, cluster)]
     parts += ["", *_run_lines(job), _CONFIG.format(variable=CONFIG), *_code_lines(job)]
-    parts.append(_begin(cluster) if job.allocation is None else "")
+    begin = _BEGIN.format(
+        own_job=OWN_JOB,
+        signal_variable=SIGNAL_SECONDS,
+        signal_seconds=cluster.signal_seconds,
+        terminated=128 + signal.SIGTERM,
+    )
+    parts.append("" if job.allocation is not None else begin)  # those of a job that Slurm queues
     parts += [f"module load {shlex.quote(module)} || exit" for module in cluster.modules]
     variables = {**job.environment, **cluster.environment}
     parts += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -149,18 +155,8 @@ def render(job: Job) -> str:
     return "\n".join(parts) + body + _requeue_after_bad_nodes(job) + end
 
 
-def _begin(cluster: ClusterSection) -> str:
-    """The first lines of a job that Slurm queues; a run in an existing allocation has none of them."""
-    return _BEGIN.format(
-        own_job=OWN_JOB,
-        signal_variable=SIGNAL_SECONDS,
-        signal_seconds=cluster.signal_seconds,
-        terminated=128 + signal.SIGTERM,
-    )
-
-
 def _requeue_after_bad_nodes(job: Job) -> str:
-    """The script's lines for a job that failed with bad nodes (see ``bad_node_requeue``); empty where the job does not
+    """The script's lines for a job that failed with bad nodes (see ``jobs.node.requeue``); empty where the job does not
     go back into the queue, and in a container, where Slurm's commands are missing."""
     cluster = job.cluster
     if job.nodes == 1 or not cluster.requeue or job.allocation is not None or job.container is not None:

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 from drawbar.errors import UserError, nearest
 from drawbar.jobs.job import Job
 from drawbar.jobs.settings import ClusterSection
-from drawbar.jobs.slurm.partitions import (
+from drawbar.jobs.slurm.queries import (
     Partition,
     SlurmNode,
     count_gpus,
     read_nodes,
     read_partitions,
+    write_time,
 )
-from drawbar.jobs.slurm_time import write_time
 from drawbar.launch.findings import Finding, problem
 
 _OVERRULING = {"qos", "reservation"}

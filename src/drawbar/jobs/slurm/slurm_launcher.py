@@ -32,31 +32,23 @@ from drawbar.jobs.settings import ClusterSection
 from drawbar.jobs.slurm.allocation import Allocation
 from drawbar.jobs.slurm.batch_script import log_path, render
 from drawbar.jobs.slurm.obstacles import check_slurm, fitting_nodes
-from drawbar.jobs.slurm.partitions import read_nodes, read_partitions
-from drawbar.jobs.slurm.queue import QueueEntry, check_configured, lost_nodes, read_queue, scancel
+from drawbar.jobs.slurm.queries import (
+    QueueEntry,
+    check_configured,
+    lost_nodes,
+    read_nodes,
+    read_partitions,
+    read_queue,
+    scancel,
+)
 
 
-def sbatch(script: str, folder: Path) -> str:
+def sbatch(script: str) -> str:
     """Give the script to sbatch. Returns the number of the job.
-
-    Args:
-        folder: where the log is going to be. It is made, unless sbatch refuses.
 
     Raises:
         UserError: there is no sbatch, it has no configuration, or it refuses.
     """
-    made = _missing(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        number = _call(script)
-    except UserError:
-        for path in made:
-            path.rmdir()
-        raise
-    return number
-
-
-def _call(script: str) -> str:
     try:
         done = subprocess.run(
             ["sbatch", "--parsable"],
@@ -80,11 +72,6 @@ def _call(script: str) -> str:
             remedy="`sinfo` lists partitions with their limits; the settings are those of `cluster`",
         )
     return done.stdout.strip().partition(";")[0]  # NUMBER;CLUSTER where there are several
-
-
-def _missing(folder: Path) -> list[Path]:
-    """The folders that must be made for ``folder``, from the innermost."""
-    return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
 def _reason(text: str) -> str:
@@ -139,23 +126,6 @@ def _share_of_gpus(cluster: ClusterSection) -> int | None:
             cpus = node.cpus if partition.most_cpus is None else min(node.cpus, partition.most_cpus)
             shares.append(max(1, cpus * cluster.gpu_count // node.gpus))
     return min(shares, default=None)
-
-
-def slurm_status(records: Sequence[JobRecord]) -> list[JobStatus]:
-    """The status of these jobs. Slurm is asked once for all.
-
-    Raises:
-        UserError: Slurm cannot be asked.
-    """
-    entries = read_queue(record.number for record in records)
-    found = []
-    for record in records:
-        # elements that were cancelled one by one before they began are shown under the array's number alone
-        entry = entries.get(record.number) or entries.get(record.array_id)
-        if entry is not None and entry.name != record.job_name:
-            entry = None  # it is of another job: on another cluster, or the numbers have begun again
-        found.append(judge_job(record, entry, JobEnd.read(record)))
-    return found
 
 
 def judge_job(record: JobRecord, entry: QueueEntry | None, end: JobEnd | None) -> JobStatus:
@@ -241,10 +211,25 @@ class SlurmLauncher(Launcher):
             return Submitted(job.allocation, lambda begun: _become(job, script, begun))
         if job.container is not None:
             check_image(job.container)
-        return Submitted(sbatch(script, job.folder))
+        made = [path for path in (job.folder, *job.folder.parents) if not path.exists()]  # from the innermost
+        job.folder.mkdir(parents=True, exist_ok=True)  # for the log
+        try:
+            return Submitted(sbatch(script))
+        except UserError:
+            for path in made:
+                path.rmdir()
+            raise
 
     def status(self, records: Sequence[JobRecord]) -> list[JobStatus]:
-        return slurm_status(records)
+        entries = read_queue(record.number for record in records)  # Slurm is asked once for all
+        found = []
+        for record in records:
+            # elements that were cancelled one by one before they began are shown under the array's number alone
+            entry = entries.get(record.number) or entries.get(record.array_id)
+            if entry is not None and entry.name != record.job_name:
+                entry = None  # it is of another job: on another cluster, or the numbers have begun again
+            found.append(judge_job(record, entry, JobEnd.read(record)))
+        return found
 
     def cancel(self, jobs: Sequence[JobStatus], grace: float) -> None:
         running = [job.record for job in jobs if job.state == RUNNING]

@@ -20,7 +20,6 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import ExitCode, UserError
 from drawbar.jobs.hosts_file import Host, parse_host
 from drawbar.jobs.job import Job, make_job
-from drawbar.jobs.job_files import end_file
 from drawbar.jobs.launcher import Launcher, Submitted
 from drawbar.jobs.records import (
     LOST,
@@ -35,7 +34,6 @@ from drawbar.jobs.records import (
     wait_for_ends,
 )
 from drawbar.jobs.settings import ClusterSection
-from drawbar.jobs.ssh.host_output import HostOutput
 from drawbar.jobs.ssh.protocol import ANSWER
 from drawbar.jobs.ssh.ssh_command import (
     describe,
@@ -46,9 +44,9 @@ from drawbar.jobs.ssh.ssh_command import (
     ssh_command,
     start_script,
 )
-from drawbar.jobs.ssh.supervisor import supervise
-from drawbar.runtime.streams import ignore_output_errors
-from drawbar.util.run_dir import LAUNCH_FOLDER
+from drawbar.jobs.ssh.supervisor import HostOutput, supervise
+from drawbar.runtime.log import ignore_output_errors
+from drawbar.util.run_dir import LAUNCH_FOLDER, job_end
 
 
 @dataclass(frozen=True)
@@ -238,7 +236,7 @@ class SshLauncher(Launcher):
             finally:
                 if is_known:
                     with suppress(OSError):  # the disk may fail now; the run has ended all the same
-                        JobEnd(code, round(time.time(), 3)).write(end_file(job.run_dir, number))
+                        JobEnd(code, round(time.time(), 3)).write(job_end(job.run_dir, number))
         return code
 
     def status(self, records: Sequence[JobRecord]) -> list[JobStatus]:

@@ -1,5 +1,5 @@
-"""``supervise``: runs a job on ssh hosts: starts all, sends all the rendezvous endpoint, and ends all when one
-fails, or stays long after another has ended.
+"""``supervise``: runs a job on ssh hosts: starts all, sends all the rendezvous endpoint, shows what they print, and
+ends all when one fails, or stays long after another has ended.
 
 The submitting process stays in the foreground. It holds one connection for each host, and a host ends what it runs when
 its connection ends: so nothing is left anywhere, however the submitting process goes.
@@ -12,12 +12,42 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from drawbar.errors import ExitCode, UserError
-from drawbar.jobs.ssh.host_output import HostOutput
 from drawbar.jobs.ssh.protocol import ANSWER, GRACE, HEARTBEAT_SECONDS, host_message
 from drawbar.jobs.ssh.ssh_command import SSH_FAILED, RemoteStart, no_answer, no_start
+
+
+class HostOutput:
+    """One for all hosts of a job."""
+
+    def __init__(self) -> None:
+        self._log: BinaryIO | None = None
+
+    def open_log(self, path: Path) -> None:
+        """Write to this file, too, from now on. Raises OSError where it cannot be written."""
+        self._log = path.open("ab")
+
+    def close(self) -> None:
+        with suppress(OSError):
+            if self._log is not None:
+                self._log.close()
+
+    async def write(self, descriptor: int, host: str, line: bytes) -> None:
+        """Write in a thread: a terminal or a pager may block, and the hosts must not wait for it."""
+        await asyncio.to_thread(self._write, descriptor, host.encode() + b": " + line + b"\n")
+
+    def _write(self, descriptor: int, text: bytes) -> None:
+        stream = (sys.stdout if descriptor == 1 else sys.stderr).buffer
+        stream.write(text)  # a buffered stream has a lock: lines stay whole
+        stream.flush()
+        if self._log is not None:
+            with suppress(OSError):  # a full disk on this machine must not end the run on the hosts
+                self._log.write(text)
+                self._log.flush()
+
 
 _LONGEST_LINE = 2**16
 
@@ -249,7 +279,12 @@ class _Supervisor:
             ended = [host for host in running if host.ended in done]
             running = [host for host in running if host.ended not in done]
             if not ended:
-                raise _left_behind(running)
+                names = ", ".join(host.name for host in running)
+                raise UserError(
+                    f"still running {_TOGETHER_SECONDS}s after another host had ended: {names}",
+                    remedy="look above for what these hosts say; they were ended",
+                    exit_code=ExitCode.FAILED,
+                )
             for host in ended:
                 code = host.ended.result()
                 if code not in _QUIET:
@@ -259,7 +294,12 @@ class _Supervisor:
 
     def _one_failed(self, host: RemoteHost, code: int) -> int:
         if code == SSH_FAILED or code < 0:
-            raise _lost(host)
+            raise UserError(
+                f"lost the host {host.name}: its connection ended, or what drawbar runs there was killed",
+                remedy="see whether the host is up and has memory left; the same command goes on from the last "
+                "checkpoint",
+                exit_code=ExitCode.FAILED,
+            )
         if len(self._hosts) > 1:
             print(f"drawbar: {host.name} ended with exit code {code}, and the others with it", file=sys.stderr)
         return code
@@ -283,20 +323,3 @@ class _Supervisor:
             with suppress(asyncio.CancelledError, OSError):
                 end.cancel()
                 await end
-
-
-def _lost(host: RemoteHost) -> UserError:
-    return UserError(
-        f"lost the host {host.name}: its connection ended, or what drawbar runs there was killed",
-        remedy="see whether the host is up and has memory left; the same command goes on from the last checkpoint",
-        exit_code=ExitCode.FAILED,
-    )
-
-
-def _left_behind(running: Sequence[RemoteHost]) -> UserError:
-    names = ", ".join(host.name for host in running)
-    return UserError(
-        f"still running {_TOGETHER_SECONDS}s after another host had ended: {names}",
-        remedy="look above for what these hosts say; they were ended",
-        exit_code=ExitCode.FAILED,
-    )

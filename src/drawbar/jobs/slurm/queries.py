@@ -1,4 +1,6 @@
-"""Queries and changes Slurm's queue: ``squeue`` and ``scancel``.
+"""Slurm's commands: its queue (``squeue``, ``scancel``), its partitions and nodes (``scontrol`` and ``sinfo``, which
+need no accounting), and times as it writes them: ``2-12:00:00``, ``12:00:00``, ``30:00`` (minutes and seconds) or
+``90`` (minutes). Light, as a job's nodes import this, too.
 
 ``squeue`` is asked for columns of fixed width: its JSON differs between versions, and words of other people, such as
 the names of their jobs, cannot shift a column.
@@ -34,6 +36,9 @@ ENDED = {
 """States that a job stays in. All others, such as COMPLETING, lead to one of them, or back into the queue."""
 _SECONDS = 60
 """How long Slurm's commands may take; its own timeout is shorter."""
+_PATIENCE = 20
+"""The same in seconds for what ``slurm_output`` asks. If Slurm's controller is down, its own commands wait for
+minutes."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ def scancel(numbers: Collection[str], *options: str) -> None:
         _check(done)
 
 
-def run(*command: str) -> "subprocess.CompletedProcess[str]":
+def run(*command: str, seconds: float = _SECONDS) -> "subprocess.CompletedProcess[str]":
     """One of Slurm's commands.
 
     Raises:
@@ -138,7 +143,7 @@ def run(*command: str) -> "subprocess.CompletedProcess[str]":
             encoding="utf-8",
             errors="replace",
             check=False,
-            timeout=_SECONDS,
+            timeout=seconds,
         )
     except FileNotFoundError as error:
         raise UserError(
@@ -147,7 +152,7 @@ def run(*command: str) -> "subprocess.CompletedProcess[str]":
         ) from error
     except subprocess.TimeoutExpired as error:
         raise UserError(
-            f"Slurm does not answer: {command[0]} took longer than {_SECONDS}s",
+            f"Slurm does not answer: {command[0]} took longer than {seconds:.0f}s",
             remedy="try again; `scontrol ping` says whether the controller is up",
             exit_code=ExitCode.FAILED,
         ) from error
@@ -178,3 +183,130 @@ def _check(done: "subprocess.CompletedProcess[str]") -> None:
             remedy="try again; `scontrol ping` says whether the controller is up",
             exit_code=ExitCode.FAILED,
         )
+
+
+_AWAY = ("down", "drain", "fail", "maint", "no_respond", "unk", "future", "planned_maint")
+
+
+@dataclass(frozen=True)
+class Partition:
+    name: str
+    is_default: bool
+    state: str
+    """``UP``, or why no job starts: ``DOWN``, ``DRAIN`` (takes no new ones), ``INACTIVE``."""
+    longest: int | None
+    """Seconds that a job may have; None for no limit."""
+    most_nodes: int | None
+    most_cpus: int | None
+    """On each node."""
+    accounts: tuple[str, ...] | None
+    """Who may use it; None for all."""
+    refused_accounts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SlurmNode:
+    name: str
+    cpus: int
+    resources: str
+    """Its generic resources, as Slurm writes them: ``gpu:a100:4,nvme:1``."""
+    state: str
+
+    @property
+    def gpus(self) -> int:
+        return count_gpus(self.resources)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the node is down, drained or in maintenance, so that no job can start there even if it is idle."""
+        return self.state.endswith("*") or self.state.lower().startswith(_AWAY)
+
+
+def read_partitions() -> list[Partition] | None:
+    """All partitions; None where no Slurm answers."""
+    text = slurm_output("scontrol", "show", "partition", "--oneliner")
+    return None if text is None else [_partition(line) for line in text.splitlines() if line.strip()]
+
+
+def read_nodes(partition: str) -> list[SlurmNode] | None:
+    """The nodes of a partition; None where no Slurm answers."""
+    text = slurm_output("sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%c|%G|%T")
+    return None if text is None else [_node(line) for line in text.splitlines() if line.strip()]
+
+
+def slurm_output(*command: str) -> str | None:
+    """What one of Slurm's commands prints; None where it is not there, fails, or does not answer in time."""
+    try:
+        done = run(*command, seconds=_PATIENCE)
+    except (OSError, UserError):
+        return None
+    return None if done.returncode else done.stdout
+
+
+def facts(line: str) -> dict[str, str]:
+    """``Name=value …``, as ``--oneliner`` prints it: a value goes to the next word that has a ``=``."""
+    return {name: value.strip() for name, value in re.findall(r"(\S+?)=(.*?)(?=\s+\S+?=|\s*$)", line)}
+
+
+def _partition(line: str) -> Partition:
+    said = facts(line)
+    accounts = said.get("AllowAccounts", "ALL")
+    return Partition(
+        name=said["PartitionName"],
+        is_default=said.get("Default") == "YES",
+        state=said.get("State", "UP"),
+        longest=parse_time(said.get("MaxTime", "UNLIMITED")),
+        most_nodes=_number(said.get("MaxNodes", "UNLIMITED")),
+        most_cpus=_number(said.get("MaxCPUsPerNode", "UNLIMITED")),
+        accounts=None if accounts.upper() == "ALL" else tuple(accounts.split(",")),
+        refused_accounts=tuple(filter(None, said.get("DenyAccounts", "").split(","))),
+    )
+
+
+def _node(line: str) -> SlurmNode:
+    name, cpus, resources, state = line.split("|")
+    return SlurmNode(name, int(cpus.rstrip("+")), resources, state)
+
+
+def count_gpus(resources: str, kind: str | None = None) -> int:
+    """``gpu:a100:4(S:0-1),gpu:2,nvme:1`` → 6; of the type ``a100``, 4"""
+    found = re.findall(r"(?:^|,)gpu(?::([^:,()]+))?:(\d+)", re.sub(r"\([^)]*\)", "", resources))
+    return sum(int(count) for its_kind, count in found if kind in (None, its_kind))
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
+
+
+_SIXTY = "[0-5]?[0-9]"
+_TIME = re.compile(rf"[0-9]+-(2[0-3]|[01]?[0-9])(:{_SIXTY}){{0,2}}|[0-9]+(:{_SIXTY}){{0,2}}")
+
+
+def check_time(text: str) -> str:
+    """The text. Raises ValueError where it is no time, or one such as 99:99:99, which Slurm takes and nobody means."""
+    if not _TIME.fullmatch(text):
+        raise ValueError(
+            "expected a time such as 12:00:00 (hours, minutes, seconds), 2-12 (days, hours) or 90 (minutes), "
+            f"with less than 60 minutes in an hour, and less than 24 hours in a day, got {text!r}"
+        )
+    return text
+
+
+def parse_time(text: str) -> int | None:
+    """A time in seconds; None for ``UNLIMITED`` and the like."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        return None
+    days, *clock = match.groups()
+    parts = [int(part) for part in clock if part is not None]
+    if days is not None:
+        parts += [0] * (3 - len(parts))
+    elif len(parts) < 3:  # minutes, minutes:seconds
+        parts = [0, *parts, *[0] * (2 - len(parts))]
+    return ((int(days or 0) * 24 + parts[0]) * 60 + parts[1]) * 60 + parts[2]
+
+
+def write_time(seconds: int) -> str:
+    """``2-12:00:00``, as Slurm writes it."""
+    days, rest = divmod(seconds, 86400)
+    return f"{f'{days}-' if days else ''}{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
