@@ -1,4 +1,4 @@
-"""The error for an unknown command-line option: often a setting is meant, written as other trainers write theirs."""
+"""The error for an unknown command-line option: often a setting, written in the style of other trainers."""
 
 import shlex
 from collections.abc import Sequence
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 def explain_option(
     error: click.ClickException, words: Sequence[str], task: "type[Task] | None"
 ) -> click.ClickException:
-    """The error. Where the option is the name of a setting, of drawbar's or another trainer's, the error also says
-    which setting to use.
+    """The error; if the option is named like a setting, of drawbar or another trainer, it also says which one to use.
 
     Args:
         words: the command line.
@@ -42,13 +41,13 @@ def _hint(error: click.NoSuchOption, words: Sequence[str], task: "type[Task] | N
         example = f"{own[0]}=VALUE" if value is None else shlex.quote(f"{own[0]}={value}")
         return f"Settings are written KEY=VALUE: {example}"
     if error.possibilities and not own and not our_names(key):
-        return None  # a mistyped option: click's own error names the right one
+        return None  # a misspelled option: click's own error suggests the right one
     meant = suggestions(known, key)
     return f"Did you mean {' or '.join(meant)}? Settings are written KEY=VALUE, without dashes" if meant else None
 
 
 def _value(option: str, words: Sequence[str]) -> str | None:
-    """What follows an option on the command line, after a space or an equals sign."""
+    """The value after an option on the command line, separated by a space or an equals sign."""
     for word, following in zip(words, [*words[1:], None], strict=True):
         if word.startswith(f"{option}="):
             return word.partition("=")[2]
