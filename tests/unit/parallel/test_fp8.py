@@ -150,7 +150,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], torch.de
 def test_a_gpu_without_fp8(recipe: str, capability: tuple[int, int], gpu: Callable[..., torch.device]) -> None:
     with pytest.raises(UserError) as error:
         check_fp8(recipe, gpu(capability))
-    assert error.value.what.endswith(f"or more, and a GPU has 8.{capability[1]}")
+    assert error.value.what.endswith(f"or higher, and a GPU has 8.{capability[1]}")
     assert error.value.remedy == "set parallel.fp8=null; tensorwise needs 8.9, and rowwise 9.0"
     assert error.value.exit_code == ExitCode.WRONG_REQUEST
 
