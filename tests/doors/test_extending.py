@@ -222,7 +222,7 @@ def test_a_run_that_a_callback_ends_goes_on_with_the_same_command(capfd: pytest.
     events = Impatient()
     train("eval.every=null", "checkpoint.every=null", callbacks=[events])
     assert events.seen[-3:] == [("step", 3), ("save", 3), ("end", 3)]
-    assert "saved at step 3; the same command goes on from there" in capfd.readouterr().out
+    assert "saved at step 3; the same command resumes from there" in capfd.readouterr().out
     assert max(values(train("eval.every=null", "checkpoint.every=null"), "train/loss")) == 12
 
 

@@ -133,7 +133,7 @@ def test_a_folder_that_somebody_empties_is_filled_again(
                     server.s3.delete_object(Bucket=BUCKET, Key=f"{folder}/{name}")
 
     assert fit(*SETTINGS, remote, callbacks=[Emptied()]).exit_code == ExitCode.DONE
-    assert "was emptied: everything is copied there anew" in (run / "logs" / "rank-0000.log").read_text()
+    assert "was emptied: everything is copied there again" in (run / "logs" / "rank-0000.log").read_text()
     assert server.steps(folder) == CheckpointDirectory(run / "checkpoints").steps()
     lose_the_disk(run.parent.parent)
     assert fit(*SETTINGS, remote).exit_code == ExitCode.DONE
@@ -276,7 +276,7 @@ def test_a_store_that_is_down(
         assert fit(*SETTINGS, remote).exit_code == ExitCode.DONE
     said = capfd.readouterr().err
     assert f"s3://{BUCKET}/{folder} lacks step" in said
-    assert said.count("training goes on") == 1
+    assert said.count("training continues") == 1
     assert server.steps(folder) == []
     check_same(run, whole)
 
@@ -285,7 +285,7 @@ def test_a_store_that_is_down(
 
     with server.failing(lambda *_: 500):
         assert fit(*SETTINGS, remote, "train.steps=14").exit_code == ExitCode.DONE
-    assert "goes on from its own disk" in capfd.readouterr().err
+    assert "resumes from its own disk" in capfd.readouterr().err
 
 
 @pytest.mark.exhaustive

@@ -239,7 +239,7 @@ def fill(folder: Path) -> None:
         ("llama", (), fill, ("is not empty", "--to")),
         ("llama", (), lambda path: path.write_text("mine"), ("is a file", "--to")),
         ("llama", ("--checkpoint", "999"), None, ("999", "3, 6")),
-        ("module", (), None, ("Linear is no transformers model", "safetensors")),
+        ("module", (), None, ("Linear is not a transformers model", "safetensors")),
     ],
 )
 def test_a_request_that_is_wrong(

@@ -128,7 +128,7 @@ def test_each_of_several_labels_has_a_probability_by_itself(project: Path) -> No
 
 
 def test_numbers_and_texts_have_no_probabilities(project: Path) -> None:
-    with pytest.raises(drawbar.UserError, match="does not say how likely its predictions are"):
+    with pytest.raises(drawbar.UserError, match="returns no probabilities"):
         drawbar.load_run("runs/ratings").probabilities(RATINGS)
     with pytest.raises(drawbar.UserError, match="CausalLM makes no predictions") as none:
         drawbar.load_run("runs/tiny").predict([{"text": "the load"}])
