@@ -105,8 +105,8 @@ COMMAND_LINE = [
     ),
     Case("no configuration to plan", ("plan",), ("nothing to train on", "`drawbar plan config.yaml`")),
     Case("override without =", (*TRAIN, "optim.lr"), ("command line: optim.lr", "KEY=VALUE")),
-    Case("eval of no run", ("eval", "runs/nope"), ("runs/nope is no run directory", "config.yaml")),
-    Case("generate of no run", ("generate", "data"), ("data is no run directory", "config.yaml")),
+    Case("eval of no run", ("eval", "runs/nope"), ("runs/nope is not a run directory", "config.yaml")),
+    Case("generate of no run", ("generate", "data"), ("data is not a run directory", "config.yaml")),
 ]
 
 CONFIGURATION = [
@@ -120,7 +120,7 @@ CONFIGURATION = [
     Case("unset variable", (*TRAIN, "data.train=${NOT_SET_HERE}/a"), ("data.train", "NOT_SET_HERE is not set")),
     Case("unknown task", (*TRAIN, "task.type=causal_ml"), ("task.type", "'causal_ml'", "did you mean causal_lm?")),
     Case("task that is not there", (*TRAIN, "task.type=mine:Task"), ("task.type", "'mine:Task' cannot be imported")),
-    Case("task that is none", (*TRAIN, "task.type=mine:Thing"), ("mine:Thing", "no task"),
+    Case("task that is none", (*TRAIN, "task.type=mine:Thing"), ("mine:Thing", "not a task"),
          file("mine.py", "class Thing: ...")),
     Case("duplicate key", TRAIN, ("config.yaml:2", 'duplicate key "train"', "keep one"),
          file("config.yaml", "train: {steps: 1}\ntrain: {steps: 2}\n")),
@@ -134,8 +134,8 @@ CONFIGURATION = [
 
 COMBINATIONS = [
     Case("steps and epochs", (*TRAIN, "train.epochs=1", "train.steps=12"),
-         ("train.steps=12 (command line)", "train.epochs=1.0 (command line)", "both say how long", "keep one")),
-    Case("neither steps nor epochs", (*TRAIN, "train.steps=null"), ("nothing says how long to train", "train.epochs")),
+         ("train.steps=12 (command line)", "train.epochs=1.0 (command line)", "both set how long", "keep one")),
+    Case("neither steps nor epochs", (*TRAIN, "train.steps=null"), ("it is unknown how long to train", "train.epochs")),
     Case("micro-batch that does not divide", (*TRAIN, "train.micro_batch=3"),
          ("train.micro_batch=3", "train.global_batch=8", "divides global_batch")),
     Case("global batch that cannot be split", (*TRAIN, "train.global_batch=9", "train.micro_batch=3", "launch.nproc=2"),
@@ -172,7 +172,7 @@ DATA = [
          file("a.jsonl", '["a"]\n')),
     Case("another column", (*TRAIN, "data.train=a.jsonl"), ("no 'text'", "has 'body'", "task.text_column", "a.jsonl:1"),
          file("a.jsonl", '{"body": "a"}\n')),
-    Case("unknown kind", (*TRAIN, "data.train=a.xlsx"), ("a.xlsx", "unknown kind", ".jsonl"), file("a.xlsx", "a,b\n")),
+    Case("unknown kind", (*TRAIN, "data.train=a.xlsx"), ("a.xlsx", "unknown format"), file("a.xlsx", "a,b\n")),
     Case("pattern without files", (*TRAIN, "data.train=t*.text"), ("t*.text", "no file matches", "data.train")),
     Case("a folder", (*TRAIN, "data.train=texts"), ("texts is a folder", "texts/*.txt"), folder("texts", a_txt="a")),
     Case("empty validation", TRAIN, ("valid.txt", "it is empty", "put data"), file("valid.txt", "")),

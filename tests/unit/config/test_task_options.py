@@ -193,8 +193,8 @@ def test_names_where_each_needs_a_section() -> None:
             "dtype: torch.dtype | None = None",
             "Mine.Config.dtype has a type that cannot be read from YAML: <class 'torch",
         ),
-        ("width = 16", "Mine.Config.width has no type, so it is no option: write `width: TYPE"),
-        ("import math", "Mine.Config.math has no type, so it is no option"),
+        ("width = 16", "Mine.Config.width has no type, so it is not an option: write `width: TYPE"),
+        ("import math", "Mine.Config.math has no type, so it is not an option"),
     ],
 )
 def test_an_option_that_pydantic_cannot_read_is_named_in_one_line(

@@ -170,7 +170,7 @@ def test_a_model_without_such_layers() -> None:
 def test_a_cpu_uses_the_run_and_does_not_train_it() -> None:
     config = configured("rowwise", strategy="single")
     config = config.model_copy(update={"device": "auto"})
-    with pytest.raises(UserError, match=r"device=cpu: fp8 is for NVIDIA GPUs") as error:
+    with pytest.raises(UserError, match=r"device=cpu: fp8 needs NVIDIA GPUs") as error:
         build_engine(tiny_task(config), config, Distributed(RankInfo(), CPU, 60))
     assert error.value.exit_code == ExitCode.WRONG_REQUEST
     torch.manual_seed(0)

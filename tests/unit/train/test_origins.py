@@ -71,7 +71,7 @@ def test_the_same_fork_begins_where_it_began(fit: Fit, project: Path) -> None:
 def test_a_new_run_must_have_a_step_to_make(fit: Fit, project: Path, forked: bool) -> None:
     fit(*QUIET)
     newest = str(project / "runs" / "tiny" / "checkpoints" / "step-00000016")
-    with pytest.raises(UserError, match="asks for 16 steps, and the run that it begins from has made 16") as none:
+    with pytest.raises(UserError, match="asks for 16 steps, and the run that it starts from has made 16") as none:
         fit(*QUIET, fork="other") if forked else fit(*QUIET, "run.name=other", resume=newest)
     assert none.value.exit_code is ExitCode.WRONG_REQUEST
     assert not (project / "runs" / "other").exists()

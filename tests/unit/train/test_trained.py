@@ -209,5 +209,5 @@ def test_a_run_of_a_script_goes_on_with_its_own_class_alone(tmp_path: Path) -> N
 
 
 def test_no_run(tmp_path: Path) -> None:
-    with pytest.raises(drawbar.UserError, match="is no run directory"):
+    with pytest.raises(drawbar.UserError, match="is not a run directory"):
         drawbar.load_run(tmp_path)
