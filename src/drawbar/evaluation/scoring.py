@@ -64,7 +64,7 @@ class EvaluationFailed(UserError):
             known = UserError(
                 f"{type(error).__name__}: {error}",
                 where=f"{found[0]}, line {found[1]}" if found else None,
-                remedy="mend what the message names; the log of the run has the whole traceback",
+                remedy="correct what the message names; the log of the run has the whole traceback",
                 exit_code=ExitCode.FAILED,
             )
         what = f"the evaluation failed{on_rank}: {known.what}"

@@ -668,7 +668,7 @@ def test_a_bad_record_of_a_users_reader_gets_its_place_and_a_remedy(
     with pytest.raises(UserError) as caught:
         list(open_records(DataSection(train=train), "train"))
     assert caught.value.where == f"{path}:2"
-    assert caught.value.remedy == "mend the record; or leave bad records out: data.on_bad_record=skip"
+    assert caught.value.remedy == "correct the record; or leave bad records out: data.on_bad_record=skip"
     kept = open_records(DataSection(train=train, on_bad_record="skip"), "train")
     assert [record["text"] for record in kept] == ["one", "two"]
     list(kept.streams[0].read())

@@ -126,8 +126,8 @@ class OnMeta(Points):
 @pytest.mark.parametrize(
     ("task", "says"),
     [
-        (ForgetsModel, "returns NoneType, and no torch.nn.Module"),
-        (NamesModel, "returns str, and no torch.nn.Module"),
+        (ForgetsModel, "returns NoneType, not a torch.nn.Module"),
+        (NamesModel, "returns str, not a torch.nn.Module"),
         (OnMeta, "returns a model without values: weight is on the meta device"),
     ],
 )
