@@ -223,7 +223,7 @@ def test_a_run_that_a_callback_ends_goes_on_with_the_same_command(capfd: pytest.
     events = Impatient()
     train("eval.every=null", "checkpoint.every=null", callbacks=[events])
     assert events.seen[-3:] == [("step", 3), ("save", 3), ("end", 3)]
-    assert "saved at step 3; the same command goes on from there" in capfd.readouterr().out
+    assert "saved at step 3; the same command resumes from there" in capfd.readouterr().out
     assert max(values(train("eval.every=null", "checkpoint.every=null"), "train/loss")) == 12
 
 
@@ -235,7 +235,7 @@ def test_a_run_that_a_callback_ends_goes_on_with_the_same_command(capfd: pytest.
         ("['ema:Emma']", "the module has no 'Emma'; did you mean ema:Ema?", "name a class of ema"),
         ("[{'ema:Ema': {decoy: 1}}]", "unexpected keyword argument 'decoy'", "it takes: decay: float = 0.9"),
         ("['bag:Bag.Config']", "the module has no 'Bag.Config'", "name a class of bag"),
-        ("['alarms:false_alarms']", "is not a subclass of drawbar.Callback", "name a class that is"),
+        ("['alarms:false_alarms']", "is not a subclass of drawbar.Callback", "name a subclass"),
     ],
 )
 def test_a_callback_that_cannot_be_made_is_refused(callbacks: str, what: str, remedy: str) -> None:

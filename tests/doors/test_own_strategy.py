@@ -55,7 +55,7 @@ def test_an_unknown_one_is_refused_with_what_there_is(project: Path) -> None:
     refused = run_cli("train", "config.yaml", "parallel.strategy=compression:copressed", cwd=project)
     assert refused.code == 2
     assert "is no strategy: the module has no 'copressed'; did you mean compression:compressed?" in refused.err
-    with pytest.raises(UserError, match="'compression:build' is no strategy, but of the type function"):
+    with pytest.raises(UserError, match="'compression:build' is not a strategy, but of type function"):
         find_strategy("compression:build")
 
 
@@ -65,7 +65,7 @@ def test_an_unknown_one_is_refused_with_what_there_is(project: Path) -> None:
         ("raise KeyError('boom')", "own_bad:mine", "KeyError: 'boom'"),
         ("def mine(:", "own_bad:mine", "SyntaxError"),
         ("raise SystemExit(4)", "own_bad:mine", "ends the program when it is imported, with 4"),
-        ("mine = 5", "bad_entry", "'bad_entry' is no strategy, but of the type int"),
+        ("mine = 5", "bad_entry", "'bad_entry' is not a strategy, but of type int"),
         ("raise KeyError('boom')", "broken_entry", "cannot be imported: KeyError: 'boom'"),
     ],
 )

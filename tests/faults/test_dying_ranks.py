@@ -215,7 +215,7 @@ def test_a_second_interrupt_ends_the_run_at_once(doomed: Path, tmp_path: Path) -
     os.kill(process.pid, signal.SIGINT)
     process.join(1)
     assert process.is_alive()  # it waits for the step to end
-    assert "a second one leaves at once" in (tmp_path / "0.err").read_text()
+    assert "a second one exits at once" in (tmp_path / "0.err").read_text()
     os.kill(process.pid, signal.SIGINT)
     process.join(SECONDS_TO_END)
     assert process.exitcode == 130

@@ -170,7 +170,7 @@ def test_a_run_that_is_to_warn_goes_on_when_there_is_room_again(seen: dict[str, 
     assert during.code == 0, during.output
     assert during.latest == "step-00000100"
     assert not [name for name in during.files if name.endswith((".tmp", ".deleting"))]
-    [warning] = re.findall(r"the save of step (\d+) failed, and the run goes on", during.output)
+    [warning] = re.findall(r"the save of step (\d+) failed; the run continues", during.output)
     assert warning == "30"
     assert re.search(r"step-00000030 was not begun, as it does not fit: \d.* needed, .* free", during.output)
 

@@ -128,7 +128,7 @@ def test_in_any_phase_to_one_rank_or_to_all(cases: list[tuple[str, str]], tmp_pa
         log = (run / "logs" / "rank-0000.log").read_text()
         assert log.count("saving at the end of this step") == 1, name
         assert log.count("resumed from") == 1, name
-        assert log.count("is given up") == name.startswith(("evaluation", "generation")), name
+        assert log.count("is abandoned") == name.startswith(("evaluation", "generation")), name
         assert (losses(run), scores(run)) == (losses(whole), scores(whole)), name
         assert [line["step"] for line in metrics(run)] == [line["step"] for line in metrics(whole)], name
         assert last_state(run) == last_state(whole), name
@@ -223,7 +223,7 @@ def test_a_comparison_that_is_ended_speaks_of_no_checkpoint(slow: Path) -> None:
     os.kill(process.pid, signal.SIGTERM)
     process.join(60)
     err = (output / "0.err").read_text()
-    assert "SIGTERM came before the command was done, and nothing of it is kept; give it again" in err
+    assert "SIGTERM came before the command was done, and no results are kept; run it again" in err
     assert "checkpoint" not in err
     assert "Traceback" not in err
     assert not (slow / "runs").exists() or not list((slow / "runs").glob("*/config.yaml"))

@@ -20,7 +20,7 @@ from runs import fit_in, metrics
 SETTINGS = ("checkpoint.on_error=warn", "checkpoint.every=4", "eval.every=4", "eval.mode=max", "train.micro_batch=2")
 LARGEST_FILE = 30_000
 """Bytes: less than any file of tensors has, and more than all others have."""
-FAILED = "the save of step {} failed, and the run goes on"
+FAILED = "the save of step {} failed; the run continues"
 
 
 @dataclass(frozen=True)

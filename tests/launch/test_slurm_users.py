@@ -209,7 +209,7 @@ def test_inside_an_allocation(slurm: SlurmCluster, project: Path) -> None:
     ], said
     assert "node 2 of 2, n2: meets the others" in said
     assert "the run asks for 3 nodes, but the allocation" in said
-    assert "srun started 2 tasks, of which each would be a run of its own" in said
+    assert "srun started 2 tasks, each of which would be a separate run" in said
     assert not (project / "runs" / "alone").exists()
     assert len(losses(project / "runs" / "tiny")) == 12
     assert len(losses(project / "runs" / "shell")) == 4

@@ -1,4 +1,4 @@
-"""The command line. Commands import what they need when they run, so that every ``--help`` answers at once."""
+"""The command line. Commands import their dependencies when they run, so that ``--help`` is fast."""
 
 import atexit
 import os
@@ -37,21 +37,21 @@ _FIRST_RANK_SECONDS = 4.0
 
 
 CORE = (init, prepare, train, evaluate, predict, generate, export, runs, watch, checkpoint, config, completion)
-"""The commands that are always there. The others enter by entry points, as those of other packages do."""
+"""The commands that are always available. Others are registered by entry points, as those of other packages are."""
 COMMANDS_GROUP = "drawbar.commands"
 
 
 @cache
 def _commands() -> dict[str, click.Command]:
-    """Every command by name, in the order of the help. They are imported when they are first asked for, and not before:
-    a module of one of them may be what imports this module."""
+    """Every command by name, in the order of the help. Imported lazily, as the module of a command may itself import
+    this module."""
     found = dict(load_points(COMMANDS_GROUP, "command")) | {str(command.name): command for command in CORE}
     known = [name for names in Commands.SECTIONS.values() for name in names]
     return {name: found[name] for name in (*known, *sorted(found.keys() - set(known))) if name in found}
 
 
 class Commands(click.Group):
-    """The commands by what they are for; one that other programs have gets a hint."""
+    """The commands, grouped by purpose. Other programs' command names get a hint."""
 
     SECTIONS = {
         "Train": ("init", "prepare", "plan", "train"),
@@ -61,7 +61,7 @@ class Commands(click.Group):
         "Check and compare": ("doctor", "parity", "convert"),
         "Settings and the shell": ("config", "completion"),
     }
-    """The order of commands in the help. Those of other packages come after them."""
+    """The order of commands in the help. Commands from other packages follow."""
     ELSEWHERE = {
         "generate": ("chat", "infer", "inference", "sample", "complete"),
         "train": ("sft", "finetune", "fit", "launch", "run", "pretrain", "lora"),
@@ -71,7 +71,7 @@ class Commands(click.Group):
         "doctor": ("env", "check", "info"),
         "init": ("new", "create"),
     }
-    """Names that other trainers have, by what they are called here."""
+    """Command names of other trainers, by drawbar's name."""
 
     @property
     def commands(self) -> MutableMapping[str, click.Command]:
@@ -79,7 +79,7 @@ class Commands(click.Group):
 
     @commands.setter
     def commands(self, none_yet: MutableMapping[str, click.Command]) -> None:
-        """click's own are empty."""
+        """Ignore click's own assignment, which is empty."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return [command for commands in self._sections().values() for command in commands]
@@ -93,7 +93,7 @@ class Commands(click.Group):
                 formatter.write_dl(rows)
 
     def _sections(self) -> dict[str, list[str]]:
-        """The names of the commands that there are, by section."""
+        """The names of the available commands, by section."""
         found = {title: [name for name in names if name in self.commands] for title, names in self.SECTIONS.items()}
         known = {name for names in self.SECTIONS.values() for name in names}
         found["From other packages"] = sorted(self.commands.keys() - known)
@@ -113,16 +113,16 @@ class Commands(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
 Examples:
-  drawbar init my-project                            a small project that trains at once
-  drawbar prepare config.yaml                        encode the data, and see how long the samples are
-  drawbar train config.yaml                          train, or go on with a run that was cut short
+  drawbar init my-project                            a small project, ready to train
+  drawbar prepare config.yaml                        encode the data, and show the sample lengths
+  drawbar train config.yaml                          train, or resume an interrupted run
   drawbar train config.yaml launch.nproc=2           the same run on two processes
   drawbar plan config.yaml --gpus 8 --gpu h100       will it fit, and how long will it take?
   drawbar submit config.yaml --to slurm --nodes 2    the same run on two nodes of a cluster
   drawbar submit config.yaml --hosts gpu1:8,gpu2:8   the same run on two machines, over ssh
-  drawbar jobs                                       your jobs, and how far their runs are
-  drawbar logs runs/demo -f                          the log of a job, until it ends
-  drawbar watch runs/demo                            a run that trains elsewhere, until it ends
+  drawbar jobs                                       your jobs, and the progress of their runs
+  drawbar logs runs/demo -f                          follow the log of a job
+  drawbar watch runs/demo                            follow a run that trains elsewhere
   drawbar runs                                       your runs: states, steps and best scores
   drawbar report runs/demo                           a page with curves, scores and events
   drawbar eval runs/demo --checkpoint best           scores of the best checkpoint
@@ -130,11 +130,11 @@ Examples:
   drawbar generate runs/demo --prompt "def main("    text from the model
   drawbar export runs/demo --to demo-model           a folder for transformers' from_pretrained
   drawbar convert runs/demo --to dcp --output dcp    a checkpoint for other programs
-  drawbar checkpoint list runs/demo                  steps, sizes, and which is the best one
-  drawbar parity config.yaml                         every strategy against one process
-  drawbar doctor config.yaml                         what this machine is, and what is wrong with it
-  drawbar config explain optim.lr config.yaml        a setting: its value, its origin, its meaning
-  drawbar completion --install                       let your shell complete all of these
+  drawbar checkpoint list runs/demo                  steps, sizes, and the best checkpoint
+  drawbar parity config.yaml                         compare every strategy with one process
+  drawbar doctor config.yaml                         check this machine, and report problems
+  drawbar config explain optim.lr config.yaml        a setting: its value, origin and meaning
+  drawbar completion --install                       install shell completion
 """,
 )
 @click.version_option(package_name="drawbar", message="%(prog)s %(version)s")
@@ -150,28 +150,28 @@ def group(local_rank: str | None) -> None:
 
 
 def main(task: "type[Task]") -> None:
-    """Run the command line with a task, from a user's script (``python my_task.py train c.yaml optim.lr=1e-4``)."""
+    """Run the command line with a user's task, from their script (``python my_task.py train c.yaml optim.lr=1e-4``)."""
     run(task)
 
 
 def run(task: "type[Task] | None" = None) -> None:
-    """Run the command line and end the process with its exit code."""
+    """Run the command line and exit the process with its exit code."""
     try:
         code = _invoke(task)
         _end_quietly_on_interrupt()
         if _is_one_of_several():
             _leave_rank(code)
         _flush()
-    except BrokenPipeError:  # nobody reads the output any more, as behind `| head`: end without a message
+    except BrokenPipeError:  # the reader of the output is gone, as with `| head`: exit without a message
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())  # for what is still to be flushed
+        os.dup2(null, sys.stdout.fileno())  # for output that is still to be flushed
         code = ExitCode.FAILED
     sys.exit(code)
 
 
 def _end_quietly_on_interrupt() -> None:
-    """From here on Ctrl-C ends the process at once: nothing is left to save, and in the functions that the interpreter
-    and libraries call at the end, KeyboardInterrupt would only print tracebacks."""
+    """From here on, let Ctrl-C end the process at once: nothing is left to save, and a KeyboardInterrupt in the exit
+    handlers of the interpreter and libraries would only print tracebacks."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # nohup's
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -181,8 +181,8 @@ def _is_one_of_several() -> bool:
 
 
 def _leave_rank(code: int) -> NoReturn:
-    """End a rank without shutting the interpreter down. In a shutdown, threads of a process group would abort the
-    process (pytorch/pytorch#190489), or wait for ever for ranks that are gone."""
+    """Exit a rank without shutting down the interpreter. During a shutdown, threads of a process group could abort the
+    process (pytorch/pytorch#190489) or wait forever for ranks that have exited."""
     from drawbar.launch.agent import report_status
 
     report_status(code)
@@ -194,7 +194,7 @@ def _leave_rank(code: int) -> NoReturn:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # None where the shell has closed it: `>&-`
+        if stream is not None:  # None if the shell has closed it: `>&-`
             stream.flush()
 
 
@@ -211,7 +211,7 @@ def _invoke(task: "type[Task] | None") -> int:
 
 
 def _run_command(task: "type[Task] | None") -> int:
-    """Run the command, and report its error; the exit code."""
+    """Run the command and report its error; return the exit code."""
     try:
         return int(group.main(prog_name="drawbar", standalone_mode=False, obj=task) or ExitCode.DONE)
     except click.ClickException as error:
@@ -223,27 +223,27 @@ def _run_command(task: "type[Task] | None") -> int:
         return error.exit_code
     except click.Abort:
         raise
-    except Exception as error:  # noqa: BLE001 - the last stop: the launcher must learn of it
+    except Exception as error:  # noqa: BLE001 - top level: the launcher must be notified
         _report_error(error, traceback.format_exc())
         return ExitCode.FAILED
 
 
 def _report_error(error: Exception, text: str) -> None:
-    """Report an error: to the launcher, which prints it once for all ranks, or here."""
+    """Report an error to the launcher, which prints it once for all ranks, or else on stderr."""
     if _is_one_of_several():
         from drawbar.launch.agent import report_failure
         from drawbar.launch.warm_process import STATUS_VARIABLE
 
         if report_failure(error) and STATUS_VARIABLE in os.environ:
-            return  # drawbar's launcher has started this rank, and prints the error
+            return  # drawbar's launcher started this rank, and prints the error
     if isinstance(error, UserError) and error.exit_code == ExitCode.WRONG_REQUEST:
         _wait_for_first_local_rank()
     click.echo(text, err=True)
 
 
 def _wait_for_first_local_rank() -> None:
-    """Every local rank but 0 waits, so that an error that all ranks have is printed once: torchrun, for one, shows each
-    rank's output, and ends all ranks when one exits. A rank that outlives the wait has an error that rank 0 has not."""
+    """Every local rank but 0 waits, so that an error common to all ranks is printed once: torchrun, for one, shows each
+    rank's output and ends all ranks when one exits. A rank that outlives the wait has an error that rank 0 lacks."""
     if _is_one_of_several() and os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_FIRST_RANK_SECONDS)

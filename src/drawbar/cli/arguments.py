@@ -1,5 +1,5 @@
-"""Shared arguments of the commands: configuration, run folder and checkpoint; and the error for an unknown option, with
-which often a setting is meant. Light to import, for every ``--help``."""
+"""Arguments shared by the commands: configuration, run directory and checkpoint; and the error for an unknown option,
+which often is meant as a setting. Cheap to import, for ``--help``."""
 
 import os
 import shlex
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from drawbar.tasks.task import Task
 
 USUAL_CONFIG = "config.yaml"
-"""What `drawbar init` calls a project's configuration."""
+"""The name that `drawbar init` gives a project's configuration."""
 
 checkpoint_option = click.option(
     "--checkpoint",
     metavar="best|latest|STEP|PATH",
     shell_complete=complete_checkpoint,
-    help="Which checkpoint to use. Default: the best, or the latest where no evaluation chose one.",
+    help="Checkpoint to use. Default: the best, or the latest if no evaluation chose a best one.",
 )
 
 
 def load(arguments: tuple[str, ...], task: "type[Task] | None", profile: "Settings | None" = None) -> "LoadedConfig":
-    """``[CONFIG] [KEY=VALUE]...``: a file (if the first argument is no override) and overrides; both outrank a
-    ``profile``."""
+    """Load ``[CONFIG] [KEY=VALUE]...``: a file (unless the first argument is an override) and overrides. Both take
+    precedence over ``profile``."""
     return noted(check(read(arguments, profile), task))
 
 
 def noted(loaded: "LoadedConfig") -> "LoadedConfig":
-    """Say what the command line has replaced, but not once more on each rank."""
+    """Print what the command line has replaced, but not again on each rank."""
     for note in loaded.notes if "RANK" not in os.environ else ():
         click.echo(f"note: {note}", err=True)
     return loaded
@@ -54,10 +54,10 @@ def read(arguments: tuple[str, ...], profile: "Settings | None" = None) -> "Sett
 
 
 def user_program(task: "type[Task] | None") -> str | None:
-    """The absolute path of the user's own script, if the user called that and not ``drawbar``.
+    """The absolute path of the user's own script; None if the user called ``drawbar``.
 
     Raises:
-        UserError: no other process could run it: it is no file, or no longer one.
+        UserError: other processes cannot run it, as it is not, or no longer, a file.
     """
     from drawbar.errors import UserError
 
@@ -70,15 +70,15 @@ def user_program(task: "type[Task] | None") -> str | None:
     if typed is None and program.is_file():
         return str(program.absolute())
     raise UserError(
-        "the processes of the run would run this program again, and it cannot be: it came from "
-        + (typed or f"{program}, where there is no file (any more)"),
+        "the processes of the run cannot run this program again: it came from "
+        + (typed or f"{program}, which is not, or no longer, a file"),
         where=f"the task {task.__name__}",
-        remedy="save it to a file, and start that: `python FILE`",
+        remedy="save it to a file, and start it with `python FILE`",
     )
 
 
 def check(settings: "Settings", task: "type[Task] | None") -> "LoadedConfig":
-    """The other part of ``load``; the task's module may import torch."""
+    """The second part of ``load``; the task's module may import torch."""
     from drawbar.config.io.load_config import check_settings
 
     with quick_imports():
@@ -86,8 +86,8 @@ def check(settings: "Settings", task: "type[Task] | None") -> "LoadedConfig":
 
 
 def check_training(loaded: "LoadedConfig", more: "Sequence[Rule]" = ()) -> None:
-    """Check the rules of training, and ``more``. Where no configuration was named, though one lies in this folder, the
-    error says so.
+    """Check the rules of training, and ``more``. If no configuration was given but the current folder has one, the
+    error suggests it.
 
     Raises:
         UserError: as ``check_rules``.
@@ -101,7 +101,7 @@ def check_training(loaded: "LoadedConfig", more: "Sequence[Rule]" = ()) -> None:
         if loaded.path is None and Path(USUAL_CONFIG).is_file():
             context = click.get_current_context(silent=True)
             command = f"drawbar {context.info_name if context else 'train'} {USUAL_CONFIG}"
-            error.remedy = f"name the configuration that lies in this folder: `{command}`; or\n         {error.remedy}"
+            error.remedy = f"use the configuration in this folder: `{command}`; or\n         {error.remedy}"
         raise
 
 
@@ -116,8 +116,7 @@ def load_run(run: str, overrides: tuple[str, ...], task: "type[Task] | None") ->
 def explain_option(
     error: click.ClickException, words: Sequence[str], task: "type[Task] | None"
 ) -> click.ClickException:
-    """The error. Where the option is the name of a setting, of drawbar's or another trainer's, the error also says
-    which setting to use.
+    """The error; if the option is named like a setting, of drawbar or another trainer, it also says which one to use.
 
     Args:
         words: the command line.
@@ -145,13 +144,13 @@ def _hint(error: click.NoSuchOption, words: Sequence[str], task: "type[Task] | N
         example = f"{own[0]}=VALUE" if value is None else shlex.quote(f"{own[0]}={value}")
         return f"Settings are written KEY=VALUE: {example}"
     if error.possibilities and not own and not our_names(key):
-        return None  # a mistyped option: click's own error names the right one
+        return None  # a misspelled option: click's own error suggests the right one
     meant = suggestions(known, key)
     return f"Did you mean {' or '.join(meant)}? Settings are written KEY=VALUE, without dashes" if meant else None
 
 
 def _value(option: str, words: Sequence[str]) -> str | None:
-    """What follows an option on the command line, after a space or an equals sign."""
+    """The value after an option on the command line, separated by a space or an equals sign."""
     for word, following in zip(words, [*words[1:], None], strict=True):
         if word.startswith(f"{option}="):
             return word.partition("=")[2]

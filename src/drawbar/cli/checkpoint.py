@@ -15,13 +15,13 @@ _RUN_OR_URL = click.argument("run", metavar="RUN|URL", shell_complete=complete_r
     short_help="List, verify or prune the checkpoints of a run.",
     epilog="""\b
 Examples:
-  drawbar checkpoint list runs/demo                  steps, sizes, and which is the best
-  drawbar checkpoint verify runs/demo                reads every byte of all of them
-  drawbar checkpoint prune runs/demo --keep 1        keeps the newest and the best one
+  drawbar checkpoint list runs/demo                  steps, sizes, and the best checkpoint
+  drawbar checkpoint verify runs/demo                read every byte of all checkpoints
+  drawbar checkpoint prune runs/demo --keep 1        keep only the newest and the best
 """,
 )
 def checkpoint() -> None:
-    """Look at the checkpoints of a run, and delete old ones."""
+    """List, verify and prune the checkpoints of a run."""
 
 
 @checkpoint.command(
@@ -29,17 +29,17 @@ def checkpoint() -> None:
     epilog="""\b
 Examples:
   drawbar checkpoint list runs/demo
-  drawbar checkpoint list runs/demo --json           one object a line, for a program
+  drawbar checkpoint list runs/demo --json           one JSON object per line, for programs
   drawbar checkpoint list s3://bucket/runs/demo      the copies in an object store
 """,
 )
 @_RUN_OR_URL
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line for each checkpoint.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per checkpoint, one per line.")
 def list_(run: str, as_json: bool) -> None:
-    """List the checkpoints of RUN (a run directory, or the URL of its folder in an object store): step, when it was
-    saved, size, and whether all files are there.
+    """List the checkpoints of RUN (a run directory, or the URL of its folder in an object store): step, time of
+    saving, size, and whether all files are present.
 
-    Content is not read: `drawbar checkpoint verify` does that.
+    File contents are not read; use `drawbar checkpoint verify` for that.
     """
     from drawbar.util.torch_imports import quick_imports
 
@@ -60,13 +60,13 @@ Examples:
   drawbar checkpoint verify s3://bucket/runs/demo    copies them to a temporary folder
 
 \b
-Exit codes: 0 all are as they were written, 1 one is damaged, 2 the request is wrong.
+Exit codes: 0 all are intact, 1 at least one is damaged, 2 the request is wrong.
 """
 )
 @_RUN_OR_URL
 @click.option("--step", type=click.IntRange(min=0), help="Only the checkpoint of this step.")
 def verify(run: str, step: int | None) -> int:
-    """Read every byte of the checkpoints of RUN, and name the files that are not as they were written."""
+    """Read every byte of the checkpoints of RUN, and list the files that have changed since they were written."""
     from drawbar.util.torch_imports import quick_imports
 
     with quick_imports():
@@ -78,29 +78,29 @@ def verify(run: str, step: int | None) -> int:
 @checkpoint.command(
     epilog="""\b
 Examples:
-  drawbar checkpoint prune runs/demo                 as many stay as checkpoint.keep of the run says
+  drawbar checkpoint prune runs/demo                 keep as many as the run's checkpoint.keep
   drawbar checkpoint prune runs/demo --keep 1 --dry-run
   drawbar checkpoint prune runs/demo --keep 1 --yes
 
 \b
-The best and the newest complete checkpoint always stay, and so do those of which a
-file is missing or cut.
+Never deleted: the best checkpoint, the newest complete one, and those with a missing
+or truncated file.
 """
 )
 @_RUN
-@click.option("--keep", type=click.IntRange(min=1), help="How many of the newest stay. Default: the run's own setting.")
-@click.option("--dry-run", is_flag=True, help="Say what would be deleted, and delete nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--keep", type=click.IntRange(min=1), help="How many of the newest to keep. Default: the run's setting.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be deleted.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def prune(run: str, keep: int | None, dry_run: bool, yes: bool) -> None:
-    """Delete the older checkpoints of RUN. Not while it is being trained: then it does so itself, after each save."""
+    """Delete the older checkpoints of RUN. Not for a run in training, which prunes them itself after each save."""
     from drawbar.errors import UserError
     from drawbar.util.torch_imports import quick_imports
 
     if "://" in run:
         raise UserError(
-            f"{run} is a folder of an object store, and only checkpoints on a disk of this machine are deleted",
+            f"{run} is a folder in an object store, and drawbar only deletes checkpoints on local disks",
             where="RUN",
-            remedy="prune the run directory, and go on with the run: the store keeps what the disk keeps",
+            remedy="prune the run directory, and resume the run: the store then keeps what the disk keeps",
         )
     with quick_imports():
         from drawbar.commands.checkpoints import prune_checkpoints
@@ -113,6 +113,8 @@ def _confirm(question: str) -> bool:
 
     if not sys.stdin.isatty():
         raise UserError(
-            f"there is nobody to ask: {question}", where="the command line", remedy="add --yes to delete, or --dry-run"
+            f"cannot ask for confirmation without a terminal: {question}",
+            where="the command line",
+            remedy="add --yes to delete, or --dry-run",
         )
     return click.confirm(question)

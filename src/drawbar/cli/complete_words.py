@@ -1,6 +1,6 @@
-"""What a shell offers for the arguments of commands when TAB is pressed: settings and their values, runs, checkpoints.
+"""Shell completions for the arguments of commands: settings and their values, runs, checkpoints.
 
-Light, as each TAB starts a process: only settings need pydantic, and nothing needs torch.
+Cheap to import, as each TAB starts a process: only settings need pydantic, and nothing needs torch.
 """
 
 import os
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from drawbar.config.io.fields import Setting
 
 RUNS = "runs"
-"""The folder of runs that is looked into: the default of ``run.dir``."""
+"""The folder in which runs are searched: the default of ``run.dir``."""
 _CONFIGS = (".yaml", ".yml")
 
 
 def complete_settings(context: Context, parameter: Parameter, incomplete: str) -> list[CompletionItem]:
-    """For ``[KEY=VALUE]...``: the keys of all settings, or the words that a setting may be."""
+    """For ``[KEY=VALUE]...``: the keys of all settings, or the words that a setting allows."""
     before = _words_before(context, parameter)
     settings = _all_settings()
     if before and before[-1] in settings:  # bash splits at "=", and click drops that: KEY= is complete, a value follows
@@ -48,7 +48,7 @@ def complete_config(context: Context, parameter: Parameter, incomplete: str) -> 
 
 
 def complete_config_and_settings(context: Context, parameter: Parameter, incomplete: str) -> list[CompletionItem]:
-    """For ``[CONFIG] [KEY=VALUE]...``: a file comes first, and settings from the second argument on."""
+    """For ``[CONFIG] [KEY=VALUE]...``: a file first, and settings from the second argument on."""
     if _words_before(context, parameter):
         return complete_settings(context, parameter, incomplete)
     found = complete_config(context, parameter, incomplete)
@@ -65,8 +65,8 @@ def complete_keys(context: Context, parameter: Parameter, incomplete: str) -> li
 
 
 def complete_run(context: Context, parameter: Parameter, incomplete: str) -> list[CompletionItem]:
-    """For ``RUN``: the folders in ``runs/`` as long as no other path is typed; else the folders whose path begins with
-    what is typed. A folder that is no run gets a ``/`` behind it, so that the user can go on."""
+    """For ``RUN``: the folders in ``runs/`` unless another path is typed; else the folders whose path starts with the
+    typed text. A folder that is not a run gets a trailing ``/``, so that the user can continue."""
     folders = [path for path in _paths(incomplete) if path.is_dir()]
     if RUNS.startswith(incomplete):
         folders = [path for path in _paths(f"{RUNS}{os.sep}") if path.is_dir()] or folders
@@ -74,7 +74,7 @@ def complete_run(context: Context, parameter: Parameter, incomplete: str) -> lis
 
 
 def complete_checkpoint(context: Context, parameter: Parameter, incomplete: str) -> list[CompletionItem]:
-    """For ``best|latest|STEP``: those two, and the steps of the run that the command line names before."""
+    """For ``best|latest|STEP``: these two words, and the steps of the run named earlier on the command line."""
     # click may not have assigned the arguments to their names: it stops parsing at the option whose value is incomplete
     run = context.params.get("run") or context.params.get("source") or next(iter(context.args), RUNS)
     folder = Path(str(run)) / "checkpoints"
@@ -84,12 +84,12 @@ def complete_checkpoint(context: Context, parameter: Parameter, incomplete: str)
 
 
 def _words_before(context: Context, parameter: Parameter) -> list[str]:
-    """The words of this argument that are typed already."""
+    """The words already typed for this argument."""
     return list(context.params.get(parameter.name or "") or ())
 
 
 def _all_settings() -> "dict[str, Setting]":
-    """Every setting by its key, those of all built-in tasks among them."""
+    """Every setting by its key, including those of all built-in tasks."""
     from drawbar.config.io.fields import catalogue
     from drawbar.config.schema.run_config import RunConfig
     from drawbar.config.schema.task_sections import BUILT_IN_TASKS
@@ -101,7 +101,7 @@ def _all_settings() -> "dict[str, Setting]":
 
 
 def _values(setting: "Setting | None", incomplete: str, prefix: str) -> list[CompletionItem]:
-    """The words that a setting may be, behind ``prefix``; none of a setting that takes any text or number."""
+    """The words that a setting allows, each after ``prefix``; none for a setting that takes any text or number."""
     if setting is None:
         return []
     from drawbar.config.schema.task_sections import BUILT_IN_TASKS
@@ -112,7 +112,7 @@ def _values(setting: "Setting | None", incomplete: str, prefix: str) -> list[Com
 
 
 def _paths(incomplete: str) -> list[Path]:
-    """Files and folders whose path begins so; hidden ones only where the dot is typed."""
+    """Files and folders whose path starts with ``incomplete``; hidden ones only if the dot is typed."""
     folder, _, name = incomplete.rpartition(os.sep)
     parent = Path(folder or (os.sep if incomplete.startswith(os.sep) else "."))
     try:

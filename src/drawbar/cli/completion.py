@@ -1,4 +1,4 @@
-"""``drawbar completion``: the completion of commands, settings and runs for the user's shell, printed or installed."""
+"""``drawbar completion``: print or install the shell completion of commands, settings and runs."""
 
 import os
 import sys
@@ -19,11 +19,11 @@ from drawbar.errors import UserError
 
 PROGRAM = "drawbar"
 VARIABLE = "_DRAWBAR_COMPLETE"
-"""The environment variable by which a shell asks click for completions: click then prints them, and runs no command."""
+"""The environment variable with which a shell requests completions: click then prints them, and runs no command."""
 
 
 class _OrFiles(ShellComplete):
-    """Offers files where drawbar has nothing to offer, as for ``--input`` and ``data.train=``."""
+    """Offers files if drawbar has no completions of its own, as for ``--input`` and ``data.train=``."""
 
     def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem]:
         return super().get_completions(args, incomplete) or [CompletionItem(incomplete, type="file")]
@@ -31,7 +31,7 @@ class _OrFiles(ShellComplete):
 
 @add_completion_class
 class BashCompletion(_OrFiles, BashComplete):
-    """click's completion for bash, changed to add no space after a word that goes on, such as ``optim.lr=`` or
+    """click's completion for bash, changed to add no space after an incomplete word such as ``optim.lr=`` or
     ``runs/``."""
 
     source_template = """\
@@ -55,7 +55,7 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 @add_completion_class
 class ZshCompletion(_OrFiles, ZshComplete):
     """click's completion for zsh with the same change. Its script also initializes zsh's completion system
-    (``compinit``) where the user's settings have not done so."""
+    (``compinit``) if the user's settings have not."""
 
     source_template = """\
 (( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
@@ -96,20 +96,20 @@ _SHELLS = {"bash": BashCompletion, "zsh": ZshCompletion, "fish": FishCompletion}
     short_help="Let the shell complete commands, settings and runs.",
     epilog="""\b
 Examples:
-  drawbar completion --install               for the shell that $SHELL names
+  drawbar completion --install               for the shell in $SHELL
   drawbar completion zsh --install
-  drawbar completion bash                    print the script, and write nothing
+  drawbar completion bash                    only print the script
 """,
 )
 @click.argument("shell", type=click.Choice(list(_SHELLS)), metavar="[bash|zsh|fish]", required=False)
-@click.option("--install", is_flag=True, help="Write the script into your home, where your shell reads it.")
+@click.option("--install", is_flag=True, help="Install the script in your home directory, where your shell reads it.")
 @click.pass_context
 def completion(context: click.Context, shell: str | None, install: bool) -> None:
-    """Print the script of the completion for your shell: TAB then completes commands, options, settings and their
-    values, runs.
+    """Print a completion script for your shell: TAB then completes commands, options, settings and their values, and
+    runs.
 
-    With --install, the script is written into your home, and for bash and zsh one line into ~/.bashrc or ~/.zshrc that
-    reads it. For this shell alone: eval "$(drawbar completion bash)".
+    With --install, the script is written to your home directory; for bash and zsh, a line that reads it is added to
+    ~/.bashrc or ~/.zshrc. For the current shell only: eval "$(drawbar completion bash)".
     """
     shell = shell or Path(os.environ.get("SHELL", "")).name
     if shell not in _SHELLS:
@@ -118,7 +118,7 @@ def completion(context: click.Context, shell: str | None, install: bool) -> None
     if not install:
         click.echo(text, nl=False)
         if sys.stdout.isatty():
-            click.echo(f"# nothing is installed: drawbar completion {shell} --install does that", err=True)
+            click.echo(f"# not installed; to install it: drawbar completion {shell} --install", err=True)
         return
     script, start_file = completion_files(shell, os.environ)
     try:
@@ -128,20 +128,20 @@ def completion(context: click.Context, shell: str | None, install: bool) -> None
         raise UserError(
             f"the completion cannot be installed: {error.strerror}",
             where=str(error.filename or script),
-            remedy=f"write it yourself where your shell reads it: drawbar completion {shell} > FILE",
+            remedy=f"write it to a file that your shell reads: drawbar completion {shell} > FILE",
         ) from error
     click.echo(f"wrote {script}" + (f", and a line that reads it to {start_file}" if has_changed else ""), err=True)
-    click.echo(f"It works in each {shell} that is started from now on.", err=True)
+    click.echo(f"It works in every new {shell}.", err=True)
 
 
 def completion_script(shell: str, command: click.Command) -> str:
-    """The script by which a shell asks ``command``, drawbar's own, for completions."""
+    """The script with which a shell requests completions from ``command``, drawbar's own."""
     return _SHELLS[shell](command, {}, PROGRAM, VARIABLE).source()
 
 
 def completion_files(shell: str, environment: Mapping[str, str]) -> tuple[Path, Path | None]:
-    """The path of a shell's completion script, and the start file that is to read the script; None instead of that file
-    where the shell finds the script by itself."""
+    """The path of a shell's completion script, and the startup file that must read it; None in place of the latter if
+    the shell finds the script by itself."""
     home = Path.home()
     if shell == "fish":
         folder = Path(environment.get("XDG_CONFIG_HOME") or home / ".config")
@@ -159,7 +159,7 @@ def _write(script: Path, text: str) -> None:
 
 
 def _add_line(start_file: Path, script: Path) -> bool:
-    """Have a shell's start file read the script; False where it does so already."""
+    """Make a shell's startup file read the script; False if it already does."""
     import shlex
 
     path = shlex.quote(str(script))

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     Form = Callable[[LoadedConfig, int], str]
 
 FORMS_GROUP = "drawbar.config_forms"
-"""Entry points of functions of a ``LoadedConfig`` and a number of processes: ``drawbar config show --NAME`` prints what
-the function of this name returns. The first line of its docstring is the option's help; its module is light to import.
+"""Entry points of functions that take a ``LoadedConfig`` and a number of processes; ``drawbar config show --NAME``
+prints what the function NAME returns. The first line of its docstring is the option's help. Its module must be cheap to
+import.
 """
 
 
 class _Show(click.Command):
-    """The command with an option for each form of a configuration that a guest brings."""
+    """The command, with an option for each form of a configuration that a guest registers."""
 
     def get_params(self, context: click.Context) -> list[click.Parameter]:
         from drawbar.util.registry import load_points
@@ -38,13 +39,13 @@ def _option(name: str, form: "Form") -> click.Option:
     short_help="Show or explain the settings of a run.",
     epilog="""\b
 Examples:
-  drawbar config show config.yaml                    the whole, with every default
+  drawbar config show config.yaml                    the full configuration, with every default
   drawbar config explain optim.lr config.yaml        one setting: value, origin, meaning
-  drawbar config schema > config.schema.json                for an editor's completion
+  drawbar config schema > config.schema.json         for completion in an editor
 """,
 )
 def config() -> None:
-    """Look at a configuration without running it."""
+    """Inspect a configuration without running it."""
 
 
 @config.command(
@@ -57,12 +58,12 @@ Examples:
 )
 @click.argument("path", metavar="CONFIG", shell_complete=complete_config)
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, shell_complete=complete_settings)
-@click.option("--origins", is_flag=True, help="Write the origin of each given setting in a comment behind it.")
+@click.option("--origins", is_flag=True, help="Add the origin of each given setting as a comment.")
 @click.pass_obj
 def show(task: Any, path: str, overrides: tuple[str, ...], origins: bool, form: str | None = None) -> None:
-    """Print what a run would use, every default included.
+    """Print the configuration that a run would use, including every default.
 
-    The result is a configuration file itself.
+    The output is itself a valid configuration file.
     """
     if origins and form:
         raise click.UsageError(f"--origins and --{form} print different things; give one of them.")
@@ -96,7 +97,7 @@ Examples:
   drawbar config schema config.yaml > config.schema.json    with the options of your own task
 
 \b
-With this as the first line of a YAML file, many editors check and complete it, without a network:
+With this as the first line of a YAML file, many editors validate and complete it offline:
   # yaml-language-server: $schema=config.schema.json
 """
 )
@@ -105,7 +106,7 @@ With this as the first line of a YAML file, many editors check and complete it, 
 def schema(task: Any, path: str | None) -> None:
     """Print the JSON schema of a configuration file.
 
-    With CONFIG, `task` is described as the task that this file names; otherwise as every built-in task.
+    The section `task` describes the task in CONFIG; without CONFIG, every built-in task.
     """
     from drawbar.config.io.explain import schema_json, schema_text
     from drawbar.config.io.load_config import load_config
@@ -128,9 +129,9 @@ Examples:
 @click.argument("settings", metavar="[CONFIG] [KEY=VALUE]...", nargs=-1, shell_complete=complete_config_and_settings)
 @click.pass_obj
 def explain(task: Any, key: str, settings: tuple[str, ...]) -> None:
-    """Show a setting's value, its meaning, and where the value came from.
+    """Show a setting's value, its origin and its meaning.
 
-    A section lists its settings.
+    For a section, list its settings.
     """
     from drawbar.config.io import explain as explanation
     from drawbar.config.io.load_config import load_config

@@ -21,8 +21,8 @@ Examples:
   drawbar eval runs/demo --checkpoint 500 eval.micro_batch=64 launch.nproc=2
 
 \b
-Scores are printed and written to RUN/eval/<split>/scores.json; those of other records
-than the run's, as with data.limit.test=100, to RUN/eval/<split>-other.
+Scores are printed and written to RUN/eval/<split>/scores.json, or to RUN/eval/<split>-other
+if the records differ from the run's, as with data.limit.test=100.
 """,
 )
 @click.argument("run", shell_complete=complete_run)
@@ -32,7 +32,7 @@ than the run's, as with data.limit.test=100, to RUN/eval/<split>-other.
     type=click.Choice(["train", "validation", "test"]),
     default="validation",
     show_default=True,
-    help="Which part of the data.",
+    help="Split of the data to evaluate on.",
 )
 @checkpoint_option
 @click.pass_obj

@@ -22,12 +22,12 @@ Examples:
   drawbar export runs/demo --to demo-model --dtype bf16 --shard-size 2GB
   drawbar export runs/lora --to lora-adapter                 the adapters alone, for peft
   drawbar export runs/lora --to lora-model --merge           the whole model
-  drawbar export runs/demo --to demo-model --push me/demo    and to the Hugging Face Hub, as a private repository
+  drawbar export runs/demo --to demo-model --push me/demo    also upload it to a private repository on the Hub
 
 \b
-Start a new run from the folder by task.model=demo-model, or load it by transformers' from_pretrained.
-In memory is about one file of weights (--shard-size), however large the model; all of it where
-transformers computes stored weights from several, or a task cannot read a base model's files.
+Start a new run from the folder with task.model=demo-model, or load it with transformers' from_pretrained.
+Export needs memory for about one file of weights (--shard-size), whatever the model's size, or for the
+whole model if transformers merges or splits stored weights or the task cannot read the base model's files.
 """,
 )
 @click.argument("run", shell_complete=complete_run)
@@ -37,30 +37,30 @@ transformers computes stored weights from several, or a task cannot read a base 
     type=click.Path(path_type=Path),
     required=True,
     metavar="DIR",
-    help="The folder to write: a new one, or an empty one.",
+    help="Folder to write; must be new or empty.",
 )
-@click.option("--merge", is_flag=True, help="Of a LoRA run: the whole model, with the adapters in its weights.")
+@click.option("--merge", is_flag=True, help="LoRA runs: merge the adapters into the weights of the full model.")
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16", "fp16"]),
     default="fp32",
     show_default=True,
-    help="The dtype of the weights.",
+    help="Dtype of the weights.",
 )
 @click.option(
     "--shard-size",
     default="5GB",
     show_default=True,
     metavar="SIZE",
-    help="The most that one file of weights holds, in MB or GB; larger models are divided into several files.",
+    help="Maximum size of one file of weights, in MB or GB; larger models are split into several files.",
 )
 @checkpoint_option
 @click.option(
     "--push",
     metavar="OWNER/NAME",
-    help="Upload the folder to this model repository of the Hugging Face Hub, too; a new one is private.",
+    help="Also upload the folder to this model repository on the Hugging Face Hub; new repositories are private.",
 )
-@click.option("--public", is_flag=True, help="With --push: a new repository is one that everybody sees.")
+@click.option("--public", is_flag=True, help="With --push: make a new repository public.")
 @click.pass_obj
 def export(
     task: "type[Task] | None",
@@ -73,16 +73,18 @@ def export(
     push: str | None,
     public: bool,
 ) -> int:
-    """Write the model of RUN (a run directory), its tokenizer and a model card as a folder that transformers loads."""
+    """Write the model of RUN (a run directory), its tokenizer and a model card to a folder that transformers loads."""
     from drawbar.cli.arguments import load_run
     from drawbar.errors import UserError
     from drawbar.util.torch_imports import quick_imports
 
     if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?[MG]B", shard_size):
-        raise UserError(f"{shard_size} is no size of a file", where="--shard-size", remedy="give it as 500MB or 5GB")
+        raise UserError(
+            f"{shard_size} is not a valid file size", where="--shard-size", remedy="write it as 500MB or 5GB"
+        )
     if public and push is None:
         raise UserError("nothing is uploaded", where="--public", remedy="add --push OWNER/NAME, or leave out --public")
-    # the weights are fp32 whatever the run computed with; and a machine without a GPU can export
+    # weights are fp32 regardless of the run's precision; and exporting needs no GPU
     loaded = load_run(run, ("launch.nproc=1", "device=cpu", "precision=fp32"), task)
 
     with quick_imports():

@@ -20,7 +20,7 @@ Examples:
   drawbar generate runs/demo --prompt "def main("
   drawbar generate runs/demo --prompt "import " --prompt "class " --max-new-tokens 64
   drawbar generate runs/demo --prompt "def " --temperature 0        greedy
-  drawbar generate runs/demo --input prompts.txt                    a prompt a line
+  drawbar generate runs/demo --input prompts.txt                    one prompt per line
   drawbar generate runs/demo --input prompts.jsonl --output out.jsonl
   drawbar generate runs/chat --prompt "Who are you?"                a chat model answers
   drawbar generate runs/chat --prompt '[{"role": "system", "content": "Be brief."}, {"role": "user", …}]'
@@ -31,33 +31,37 @@ Examples:
     "--prompt",
     "prompts",
     multiple=True,
-    help="Text to go on from; may be given several times. Of a chat model: a question, or a JSON list of messages.",
+    help="Text to continue; may be repeated. For a chat model: a question, or a JSON list of messages.",
 )
 @click.option(
     "--input",
     "input_file",
     type=click.Path(exists=True, dir_okay=False),
-    help='A .txt file with a prompt on each line, or .jsonl with {"prompt": …} or {"text": …} on each; of a chat model '
-    "also with its messages, as in training.",
+    help='A .txt file with a prompt per line, or .jsonl with {"prompt": …} or {"text": …} per line; for a chat model, '
+    "also messages as in training.",
 )
 @click.option(
     "--output",
     metavar="FILE",
-    help="A .jsonl file to write prompts and texts to, instead of printing them.",
+    help="A .jsonl file for prompts and texts, instead of printing them.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace an earlier output, if it is there.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing output file.")
 @checkpoint_option
 @click.option(
-    "--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Most tokens to add."
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    default=128,
+    show_default=True,
+    help="Maximum number of tokens to generate.",
 )
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=click.IntRange(min=0), default=50, show_default=True, help="0 for all tokens.")
 @click.option(
     "--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True, help="1 for all."
 )
-@click.option("--beams", type=click.IntRange(min=1), default=1, show_default=True, help="1 is no beam search.")
-@click.option("--raw", is_flag=True, help="Go on from the text as it is, without chat template or Alpaca's text.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The same seed, the same text.")
+@click.option("--beams", type=click.IntRange(min=1), default=1, show_default=True, help="1 disables beam search.")
+@click.option("--raw", is_flag=True, help="Continue the text verbatim, without a chat template or Alpaca prompt.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampling.")
 @click.pass_obj
 def generate(
     task: "type[Task] | None",
@@ -75,10 +79,10 @@ def generate(
     raw: bool,
     seed: int,
 ) -> int:
-    """Print what the model of RUN goes on with after each prompt (by default: the beginning of a document).
+    """Continue each prompt with the model of RUN (by default, generate from the beginning of a document).
 
-    A chat model, one that was trained on messages, answers: a prompt is then what the user says. One that was trained
-    on Alpaca's instructions does what the prompt says.
+    A chat model (trained on messages) answers the prompt as a user message. A model trained on Alpaca records follows
+    the prompt as an instruction.
     """
     from drawbar.cli.arguments import load_run
     from drawbar.cli.prompts import as_instruction, as_messages, read_prompts

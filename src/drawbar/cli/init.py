@@ -1,4 +1,4 @@
-"""``drawbar init``: a small project that trains at once, from one of the folders in ``drawbar/templates``."""
+"""``drawbar init``: a small project, ready to train, from one of the folders in ``drawbar/templates``."""
 
 import re
 import shlex
@@ -16,16 +16,16 @@ TEMPLATES = {
     "language_model": "a language model from scratch, on lines of text",
     "classification": "a label for each text, from a table",
     "seq2seq": "a text from a text: a tiny translator, scored by BLEU",
-    "instruction_tuning": "answers to prompts; the loss is that of the answers alone",
+    "instruction_tuning": "answers to prompts; the loss covers only the answers",
     "custom_task": "your own model, loss and scores in task.py",
 }
-"""The folders of ``drawbar/templates``, and what each is for."""
+"""The folders of ``drawbar/templates``, each with its purpose."""
 
 SUFFIX = "-tpl"
-"""The end of a template's file name where tools would take the file for a part of drawbar: ``task.py-tpl``."""
+"""Suffix of template files that tools would otherwise take for part of drawbar: ``task.py-tpl``."""
 
 SCHEMA = "config.schema.json"
-"""The JSON schema of ``config.yaml``, which its first line names: editors check and complete it, without a network."""
+"""The JSON schema that the first line of ``config.yaml`` names, so that editors validate and complete it offline."""
 
 GITIGNORE = "runs/\n__pycache__/\n.pytest_cache/\n"
 
@@ -33,7 +33,7 @@ _LISTED = "\n".join(f"  {name:<20}{meaning}" for name, meaning in TEMPLATES.item
 
 
 @click.command(
-    short_help="Write a small project that trains at once.",
+    short_help="Create a small project, ready to train.",
     epilog=f"""\b
 Templates:
 {_LISTED}
@@ -51,10 +51,10 @@ Examples:
     type=click.Choice(list(TEMPLATES)),
     default="language_model",
     show_default=True,
-    help="What kind of project; they are listed below.",
+    help="Kind of project; see the list below.",
 )
 def init(folder: str, template: str) -> int:
-    """Write a small project to DIR (a new or empty folder): settings, data, a test. It trains at once."""
+    """Create a small project in DIR (a new or empty folder): settings, data, a test. It is ready to train."""
     target = Path(folder)
     name = write_project(target, template)
     click.echo(f"{target}: the project {name}, from the template {template}\n\nNext:")
@@ -65,14 +65,14 @@ def init(folder: str, template: str) -> int:
 
 
 def write_project(target: Path, template: str) -> str:
-    """Fill ``target`` with a template's files; all of them, or none.
+    """Fill ``target`` with all of a template's files, or with none if that fails.
 
     Args:
         target: a folder that does not exist or is empty.
         template: one of ``TEMPLATES``.
 
     Returns:
-        The project's name: the folder's, as far as a run can be called so.
+        The project's name: the folder's name, changed if it is not a valid run name.
 
     Raises:
         UserError: the folder is not empty, or cannot be written.
@@ -88,19 +88,19 @@ def write_project(target: Path, template: str) -> str:
             _fill(project, files("drawbar") / "templates" / template, name)
             if not target.exists():
                 project.rename(target)
-            for path in project.iterdir() if project.exists() else ():  # an empty folder may be the current one
+            for path in project.iterdir() if project.exists() else ():  # an empty target may be the current folder
                 path.rename(target / path.name)
     except OSError as error:
         raise UserError(
             f"the project cannot be written: {error.strerror}",
             where=str(error.filename or target),
-            remedy="choose a folder that you may write to, on a disk with room",
+            remedy="choose a writable folder, on a disk with free space",
         ) from error
     return name
 
 
 def project_name(target: Path) -> str:
-    """The folder's name, with ``-`` for what the name of a run cannot hold (see ``run.name``)."""
+    """The folder's name, with ``-`` in place of characters that ``run.name`` does not allow."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", target.resolve().name).lstrip(".-")[:128] or "project"
 
 
@@ -116,7 +116,7 @@ def _fill(folder: Path, template: Traversable, name: str) -> None:
 
 
 def _files(template: Traversable, folder: Path) -> Iterator[tuple[Traversable, Path]]:
-    """Every file of a template, and where it belongs in ``folder``."""
+    """Every file of a template, with its destination in ``folder``."""
     for entry in template.iterdir():
         path = folder / entry.name.removesuffix(SUFFIX)
         if entry.is_dir():

@@ -24,17 +24,17 @@ Examples:
   drawbar predict runs/demo --output out.jsonl "data.test={parallel: {source: new.en}}"     parallel files
 
 \b
-Each line of the output is a record of the input, in order, with its "prediction"; null where there is none.
-A record that cannot be read (data.on_bad_record=skip) is {"error": ..., "prediction": null}.
-With --probabilities it has "probabilities", too: that of each label, by its name; for words, a list of these.
+Each output line is an input record, in order, with its "prediction" (null if there is none). An unreadable
+record (with data.on_bad_record=skip) becomes {"error": ..., "prediction": null}. --probabilities adds
+"probabilities": a mapping from label to probability, or a list of one per word.
 """,
 )
 @click.argument("run", shell_complete=complete_run)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_settings)
-@click.option("--input", "source", metavar="FILE", help="A file of records, or a glob. Default: what data.test says.")
-@click.option("--output", required=True, metavar="FILE", help="A .jsonl file to write.")
-@click.option("--probabilities", is_flag=True, help="Of classifiers: write the probability of each label as well.")
-@click.option("--overwrite", is_flag=True, help="Replace an earlier output, if it is there.")
+@click.option("--input", "source", metavar="FILE", help="A file of records, or a glob. Default: data.test.")
+@click.option("--output", required=True, metavar="FILE", help="The .jsonl file to write.")
+@click.option("--probabilities", is_flag=True, help="Classifiers: also write the probability of each label.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing output file.")
 @checkpoint_option
 @click.pass_obj
 def predict(
@@ -47,7 +47,7 @@ def predict(
     overwrite: bool,
     checkpoint: str | None,
 ) -> int:
-    """Predict for records without labels, by the model of RUN (a run directory)."""
+    """Predict for records without labels, with the model of RUN (a run directory)."""
     from drawbar.cli.arguments import load_run
     from drawbar.cli.train import rerun_as_ranks
     from drawbar.commands.output_files import PREDICTIONS, check_output

@@ -19,15 +19,15 @@ Examples:
   drawbar prepare config.yaml data.on_bad_record=skip data.sequence_length=256
 
 \b
-A later `drawbar train` with the same settings of data and task finds the encoded data, and begins at once.
+A later `drawbar train` with the same data and task settings reuses the encoded data, and starts at once.
 """,
 )
 @click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...", shell_complete=complete_config_and_settings)
 @click.pass_obj
 def prepare(task: "type[Task] | None", arguments: tuple[str, ...]) -> int:
-    """Encode the data of CONFIG before the job.
+    """Encode the data of CONFIG ahead of training.
 
-    Prints counts, lengths, and how much padding each way of batching would take.
+    Prints the number and lengths of the samples, and the padding that each way of batching would need.
     """
     from drawbar.cli.arguments import check_training, load
     from drawbar.util.torch_imports import quick_imports

@@ -22,12 +22,12 @@ def read_prompts(
     """The prompts of a file.
 
     Args:
-        messages_column: the key of the messages, for a chat model; dots lead into nested records.
+        messages_column: for a chat model, the key of the messages; dots separate the keys of nested records.
         is_alpaca: whether a record may be an instruction with its input.
-        rename: as ``data.rename``. A file need not have these columns, as prompts are no training data.
+        rename: as ``data.rename``. The file need not have these columns, as prompts are not training data.
 
     Raises:
-        UserError: a record has none.
+        UserError: a record has no prompt.
     """
     records = open_records(DataSection(test=path), "test")
     prompts: list[Prompt] = []
@@ -47,14 +47,14 @@ def read_prompts(
             raise UserError(
                 "the record has no prompt",
                 where=records.where(number),
-                remedy=f'write {{"prompt": "what to go on from"}}{or_else}',
+                remedy=f'write {{"prompt": "text to continue"}}{or_else}',
             )
         prompts.append(prompt)
     return prompts
 
 
 def _value(record: Record, column: str, rename: Mapping[str, str]) -> Any:
-    """A record's value under a column, by its new name or by its old one; None where it has neither."""
+    """A record's value in a column, by its new or its old name; None if it has neither."""
     for name in (column, old_name(column, rename)):
         with suppress(KeyError):
             return value_at(record, name)
@@ -62,7 +62,7 @@ def _value(record: Record, column: str, rename: Mapping[str, str]) -> Any:
 
 
 def as_instruction(prompt: "Prompt") -> "Prompt":
-    """A prompt for a model that was trained on Alpaca's records: a text is an instruction without an input."""
+    """A prompt for a model trained on Alpaca records; a plain text is an instruction without an input."""
     if isinstance(prompt, str):
         return alpaca_prompt(prompt, None)
     if isinstance(prompt, dict) and ALPACA_INSTRUCTION in prompt:
@@ -71,8 +71,8 @@ def as_instruction(prompt: "Prompt") -> "Prompt":
 
 
 def as_messages(prompt: "Prompt") -> "Prompt":
-    """A prompt for a chat model: messages as JSON (a list, or an object of ``messages`` and ``tools``, say) as they
-    are, and any other text as what the user says."""
+    """A prompt for a chat model: messages in JSON (a list, or an object with ``messages`` and e.g. ``tools``) are kept,
+    and any other text becomes a user message."""
     if not isinstance(prompt, str):
         return prompt
     try:

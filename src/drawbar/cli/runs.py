@@ -16,19 +16,18 @@ if TYPE_CHECKING:
 Examples:
   drawbar runs                         the runs in the folder runs/
   drawbar runs /data/experiments
-  drawbar runs --json                  one JSON object a line, for a program
+  drawbar runs --json                  one JSON object per line, for programs
 
 \b
-States: training; complete (all steps are made, or early stopping has ended it); stopped
-(saved, and can go on); failed; stale (it was training, no process has it open, and its process
-is gone or has long been silent); submitted, or how its job ended (the run has not begun); unknown
-(it has not begun).
+States: training; complete (all steps done, or early stopping); stopped (saved, and can be resumed);
+failed; stale (was training, but no process has it open, and its process is gone or has long been
+silent); submitted, or how its job ended (the run has not started); unknown (it has not started).
 """,
 )
 @click.argument("folder", metavar="[DIR]", type=click.Path(path_type=Path), default="runs")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line for each run.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per run, one per line.")
 def runs(folder: Path, as_json: bool) -> None:
-    """List the runs in DIR (by default runs/), those that wrote something last first."""
+    """List the runs in DIR (by default runs/), most recently written first."""
     import json
 
     from drawbar.tracking.run_view import list_runs
@@ -74,7 +73,7 @@ def _values(run: "RunView") -> dict[str, Any]:
 
 
 def progress_values(progress: "Progress") -> dict[str, Any]:
-    """The progress of a run for JSON; numbers that are not finite are texts, as in ``metrics.jsonl``."""
+    """The progress of a run for JSON; non-finite numbers become strings, as in ``metrics.jsonl``."""
     from drawbar.util.strict_json import with_finite_numbers
 
     best = None if progress.best is None else progress.best.model_dump()

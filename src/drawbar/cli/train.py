@@ -22,25 +22,25 @@ RANK_MODULES = (
     *("drawbar.cli", "drawbar.train.trainer", "drawbar.engines.torch_strategies", "drawbar.launch.agent"),
     "transformers.generation.utils",
 )
-"""What nearly every rank imports; torch and transformers come with it. Classes of models and tasks are not in it."""
+"""Modules that nearly every rank imports, including torch and transformers, but not the classes of models and tasks."""
 
 
 @click.command(
-    short_help="Train a run, or go on with it.",
+    short_help="Train a run, or resume it.",
     epilog="""\b
 Examples:
   drawbar train config.yaml
   drawbar train config.yaml optim.lr=1e-4 train.steps=500 run.name=low-lr
   drawbar train config.yaml launch.nproc=2
   torchrun --standalone --nproc_per_node=2 -m drawbar train config.yaml
-  drawbar train config.yaml optim.lr=1e-5 --fork low-lr     a new run from this run's weights
-  drawbar train config.yaml --fork anew --weights-only      and with an optimizer that begins anew
-  drawbar train tune.yaml task.model=runs/demo@best         a run of its own, with that run's best model
+  drawbar train config.yaml optim.lr=1e-5 --fork low-lr     a new run from this run's checkpoint
+  drawbar train config.yaml --fork anew --weights-only      the same, with a new optimizer state
+  drawbar train tune.yaml task.model=runs/demo@best         a separate run from that run's best model
 
 \b
-The same command again goes on where the run stopped.
+Run the same command again to resume.
 Exit codes: 0 done, 1 failed, 2 the request is wrong, 75 saved after SIGTERM, 130 saved after Ctrl-C
-(or left before there was anything to save).
+(or interrupted before there was anything to save).
 """,
 )
 @click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...", shell_complete=complete_config_and_settings)
@@ -48,21 +48,21 @@ Exit codes: 0 done, 1 failed, 2 the request is wrong, 75 saved after SIGTERM, 13
     "--resume",
     default="auto",
     metavar="never|auto|latest|best|STEP|PATH",
-    help="auto: go on with the run if it exists (default). never: refuse a run that exists, unless its "
-    "checkpoints are all unusable: then begin it anew, and set them aside. latest, best, STEP: with --fork, the "
-    "checkpoint of this run to begin from. PATH: begin from this checkpoint, of any run.",
+    help="auto: resume the run if it exists (default). never: refuse a run that exists, unless its checkpoints are all "
+    "unusable; then start over, and set them aside. latest, best, STEP: with --fork, the checkpoint of this run to "
+    "start from. PATH: start from this checkpoint, of any run.",
 )
-@click.option("--fork", metavar="NEWNAME", help="Begin a new run from this run's checkpoint; settings may differ.")
+@click.option("--fork", metavar="NEWNAME", help="Start a new run from this run's checkpoint; settings may differ.")
 @click.option(
     "--weights-only",
     is_flag=True,
-    help="With --fork or --resume PATH: take the weights alone; the optimizer begins anew.",
+    help="With --fork or --resume PATH: load only the weights, and start with a new optimizer state.",
 )
 @click.pass_obj
 def train(
     task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None, weights_only: bool
 ) -> int:
-    """Train the run that CONFIG (a YAML file) describes, with some settings changed."""
+    """Train the run described by CONFIG (a YAML file), with settings overridden by KEY=VALUE."""
     from drawbar.distributed.interrupt import exit_on_signal
     from drawbar.runtime.log import ignore_output_errors
 
@@ -74,7 +74,7 @@ def train(
 def start(
     task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None, weights_only: bool = False
 ) -> int:
-    """Train here, or start the processes that do, and wait for them; the exit code of the run."""
+    """Train in this process, or start the processes that do and wait for them. Returns the run's exit code."""
     from drawbar.cli.arguments import check, check_training, read
     from drawbar.config.rules.rule_table import PACKAGE_RULES, check_guests, check_world
     from drawbar.distributed.foreign_launcher import refuse_unconnected_processes
@@ -89,7 +89,7 @@ def start(
     with start_early(task, settings) as warm_process:
         loaded = check(settings, task)
         check_training(loaded, PACKAGE_RULES)
-        if os.environ.get("RANK", "0") == "0" and STATUS_VARIABLE not in os.environ:  # drawbar's launcher has said it
+        if os.environ.get("RANK", "0") == "0" and STATUS_VARIABLE not in os.environ:  # else the launcher printed it
             click.echo(f"{loaded.config.run_dir}: starting", err=True)
         processes = count_processes(loaded.config)
         if processes > 1 or (rendezvous and rendezvous.nodes > 1):
@@ -116,15 +116,15 @@ def start(
 def start_early(
     task: "type[Task] | None", settings: "Settings"
 ) -> "AbstractContextManager[WarmProcess] | AbstractContextManager[None]":
-    """The process that is to fork the ranks; it begins to import while the settings are checked. None where they do not
-    say how many ranks there are, and where ranks are not forked: see :mod:`drawbar.launch.warm_process`."""
+    """Start the process that will fork the ranks; it imports their modules while the settings are checked. None if the
+    settings do not give the number of ranks or ranks are not forked: see :mod:`drawbar.launch.warm_process`."""
     from drawbar.launch.warm_process import WarmProcess, become_launcher
 
     section = settings.values.get("launch")
     nproc = section.get("nproc") if isinstance(section, dict) else None
     if not isinstance(nproc, int) or nproc < 2 or _is_rank():
         return nullcontext()
-    # drawbar has not imported torch yet: if it is loaded, a user's script did so, of which each rank must run all lines
+    # drawbar has not imported torch yet: if it is loaded, a user's script did so, and each rank must run that script
     is_script = task is not None or "torch" in sys.modules
     if is_script or sys.platform != "linux":
         return nullcontext()
@@ -138,7 +138,7 @@ def _is_rank() -> bool:
 
 
 def count_processes(config: "RunConfig") -> int:
-    """How many processes this command is to run: 1, itself, where a launcher such as torchrun has started it."""
+    """Number of processes that this command runs: 1, itself, if a launcher such as torchrun started it."""
 
     def count_gpus() -> int:
         import torch
@@ -149,7 +149,7 @@ def count_processes(config: "RunConfig") -> int:
 
 
 def processes_to_start(config: "RunConfig", count_gpus: "Callable[[], int]") -> int:
-    """See ``count_processes``; ``count_gpus`` is only called where the number of GPUs matters."""
+    """See ``count_processes``; ``count_gpus`` is only called if the number of GPUs matters."""
     if _is_rank():
         return 1
     if config.launch.nproc != "auto":
@@ -158,7 +158,7 @@ def processes_to_start(config: "RunConfig", count_gpus: "Callable[[], int]") -> 
 
 
 def rerun_command(task: "type[Task] | None") -> list[str]:
-    """What follows ``python`` to run this same command again. Raises UserError where that is impossible."""
+    """The arguments of ``python`` that run this command again. Raises UserError if that is impossible."""
     from drawbar.cli.arguments import user_program
 
     program = user_program(task)

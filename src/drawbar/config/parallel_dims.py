@@ -1,7 +1,7 @@
 """``ParallelDims``: sizes of the device mesh's axes (pipeline × replicate × shard × context × tensor), and the
 coordinates of each rank.
 
-Ranks that talk most are neighbours: tensor-parallel ranks are numbered next to one another, pipeline stages furthest
+Ranks that communicate most are neighbours: tensor-parallel ranks have adjacent numbers, pipeline stages are furthest
 apart. The replicate and shard axes are data parallel: ranks that differ along one of these read different rows.
 """
 
@@ -15,7 +15,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How many ranks there are along each axis of the mesh."""
+    """Number of ranks along each axis of the mesh."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -32,28 +32,28 @@ class ParallelDims:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return math.prod(astuple(self))
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel ranks: how many parts a global batch is divided into."""
+        """Number of data-parallel ranks, over which a global batch is divided."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one model together; sharding over data-parallel ranks is not counted."""
+        """Number of ranks that together hold one replica, not counting sharding over data-parallel ranks."""
         return self.pp * self.cp * self.tp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Axis → where this rank stands along it."""
+        """Axis → coordinate of the rank."""
         found = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return found
 
     def dp_rank(self, rank: int) -> int:
-        """Which part of a global batch this rank reads; the same for all ranks that hold parts of one model."""
+        """The part of a global batch that this rank reads; the same for all ranks that hold parts of one model."""
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 

@@ -1,9 +1,8 @@
 """``Strategy``: name, features and builder of a value of ``parallel.strategy``. Without torch.
 
-Code asks for a feature (``strategy.shards_parameters``), rarely for a name. To add a strategy is to write a function
-that builds the parts of its engine (see ``drawbar.engines.parts``), and a ``Strategy`` that names it: registered here,
-in another package as an entry point of the group ``drawbar.strategies``, or not at all, if a run names it as
-``package.module:name``.
+Code tests features (``strategy.shards_parameters``), rarely names. To add a strategy, write a function that builds the
+parts of its engine (see ``drawbar.engines.parts``), and a ``Strategy`` that names it. Register it here or, in another
+package, as an entry point of the group ``drawbar.strategies``; a run can also name it as ``package.module:name``.
 """
 
 from collections.abc import Callable
@@ -15,31 +14,31 @@ from drawbar.config.io.user_modules import find_by_name
 from drawbar.util.registry import Registry
 
 AUTO = "auto"
-"""The strategy is chosen when the run starts: see ``ParallelSection.strategy``."""
+"""The strategy is chosen when a run starts: see ``ParallelSection.strategy``."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How parameters, gradients and optimizer state are laid out over the data-parallel ranks."""
+    """How parameters, gradients and optimizer state are distributed over the data-parallel ranks."""
 
     name: str
     builder: str | Callable[..., Any]
-    """``build(task, config, world)``, which returns the engine's parts (``world`` is the ``Distributed``), or where it
-    is (``package.module:function``): only ranks import it."""
+    """``build(task, config, world)``, which returns the engine's parts (``world`` is the ``Distributed``), or its
+    location as ``package.module:function``; only ranks import it."""
     one_process: bool = False
-    """It runs in one process."""
+    """Runs in one process."""
     many_devices: bool = False
-    """Its one process computes on several devices, in threads."""
+    """The process computes on several devices, in threads."""
     shards_parameters: bool = False
     """Each data-parallel rank holds a shard of every parameter, as a DTensor."""
     supports_model_parallel: bool = False
-    """It works with one or more of tensor, pipeline and context parallelism; ``config.rules`` refuses the rest."""
+    """Supports one or more of tensor, pipeline and context parallelism; ``config.rules`` refuses the rest."""
     offloads: bool = False
-    """Its state can lie in host memory."""
+    """Can keep its state in host memory."""
     has_engine: bool = False
-    """Another library's engine, such as DeepSpeed's, casts, reduces and updates, and shards layers in its own way."""
+    """Another library's engine, such as DeepSpeed's, casts, reduces, updates, and shards layers in its own way."""
     zero_stages: bool = False
-    """``parallel.zero_stage`` says what it shards."""
+    """``parallel.zero_stage`` sets what it shards."""
 
     def build(self, *args: Any) -> Any:
         """The parts of an engine: see ``drawbar.engines.parts.EngineParts``."""
@@ -62,10 +61,10 @@ STRATEGIES = Registry[Strategy]("strategy", "drawbar.strategies", {strategy.name
 
 
 def find_strategy(name: str) -> Strategy:
-    """The strategy of a name, or of ``package.module:name``. ``auto`` gives a stand-in: the strategy is chosen later.
+    """Find a strategy by name, or as ``package.module:name``. ``auto`` gives a placeholder, as it is resolved later.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such strategy.
     """
     if name == AUTO:
         return _UNDECIDED

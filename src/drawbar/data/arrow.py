@@ -17,11 +17,11 @@ ROWS_AT_ONCE = 1024
 
 
 class Group(NamedTuple):
-    """Table rows that are stored together, in Arrow record batches, each read when one of its rows is asked for."""
+    """Table rows that are stored together in Arrow record batches, each read when one of its rows is requested."""
 
     rows: int
     record_batches: Iterator[Any]
-    """Or tables: both have rows and columns."""
+    """Record batches, or tables, which also have rows and columns."""
 
 
 class _RowFinder:
@@ -57,7 +57,7 @@ class ColumnarReader(Reader):
     @property
     @abstractmethod
     def features(self) -> dict[str, Feature]:
-        """The types of the columns, as `datasets` stored them; empty where another program wrote the rows."""
+        """The types of the columns, as stored by `datasets`; empty if another program wrote the rows."""
 
     @cached_property
     def _class_features(self) -> dict[str, Feature]:
@@ -98,13 +98,13 @@ class ColumnarReader(Reader):
             ) from error
 
     def _damaged(self, error: Exception) -> UserError:
-        if isinstance(error, OSError) and error.strerror:  # from the operating system: the file may be whole
+        if isinstance(error, OSError) and error.strerror:  # from the operating system: the file may be intact
             raise error
         reason = str(error).strip().split("\n")[0].rstrip(".")
         return UserError(
-            f"{self.name} cannot be read as what its name says: {reason}",
+            f"{self.name} cannot be read in the format of its extension: {reason}",
             where=str(self.name),
-            remedy="it is damaged, cut off or of another kind: copy, download or write it again",
+            remedy="it is damaged, truncated or in another format: copy, download or write it again",
         )
 
 
@@ -129,7 +129,7 @@ class _ColumnarFile(FileReader, ColumnarReader):
 
 
 class ParquetFile(_ColumnarFile):
-    """A ``.parquet`` file. Row groups of which no row is asked for are not read."""
+    """A ``.parquet`` file. Row groups without requested rows are not read."""
 
     holds: ClassVar[frozenset[str]] = frozenset({"parquet"})
 
@@ -167,7 +167,7 @@ class ArrowFile(_ColumnarFile):
         import pyarrow as pa
 
         with pa.memory_map(str(self.path)) as source:
-            if source.read(6) == b"ARROW1":  # how every IPC file begins
+            if source.read(6) == b"ARROW1":  # magic bytes of IPC files
                 file = pa.ipc.open_file(source)
                 yield file.schema, (file.get_batch(number) for number in range(file.num_record_batches))
             else:
@@ -186,24 +186,24 @@ class HubDataset(ColumnarReader):
     split: str
     streaming: bool
     key: str
-    """The setting that names it, for messages."""
+    """The setting that names the dataset, for messages."""
 
     @property
     def files(self) -> list[Path]:
-        """The files of a folder, without hidden ones; none for a dataset of the Hub."""
+        """The files of a folder, without hidden ones; empty for a Hub dataset."""
         folder = Path(self.dataset)
         found = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()] if self.is_folder else []
         return [folder / path for path in sorted(found) if not any(part.startswith(".") for part in path.parts)]
 
     @property
     def checked_files(self) -> list[Path]:
-        """Of a folder, what `datasets` would read of it: a pointer is text to it."""
+        """For a folder, the files that `datasets` would read, since it would read Git LFS pointers as text."""
         import datasets
 
         if not self.is_folder:
             return []
         found: Any = {}
-        with suppress(Exception):  # `datasets` raises errors of many libraries; loading the folder will tell
+        with suppress(Exception):  # `datasets` raises errors of many libraries; loading the folder will report them
             found = datasets.load_dataset_builder(self.dataset, name=self.subset).config.data_files
         return [Path(name) for names in (found or {}).values() for name in names]
 
@@ -217,19 +217,19 @@ class HubDataset(ColumnarReader):
 
     @property
     def features(self) -> dict[str, Feature]:
-        features = self._dataset.features  # of some streams, they are not known
+        features = self._dataset.features  # unknown for some streams
         return features.to_dict() if features is not None else {}
 
     def settings(self) -> list[str]:
         known = [f"subset={self.subset!r}", f"split={self.split!r}"]
-        if self.is_folder:  # splits are told by the names of the files
+        if self.is_folder:  # splits follow from the file names
             return [*known, *(path.relative_to(self.dataset).as_posix() for path in self.files)]
         return [*known, self.dataset]
 
     @cached_property
     def datasets_fingerprint(self) -> str:
-        """What `datasets` calls the fingerprint of a dataset: a hash that differs between versions of a dataset of the
-        Hub. Empty for a folder, and where records are streamed."""
+        """The fingerprint that `datasets` gives a dataset: a hash that differs between versions of a Hub dataset. Empty
+        for a folder, and if records are streamed."""
         return "" if self.is_folder or self.streaming else str(self._dataset._fingerprint)
 
     def groups(self) -> Iterator[Group]:
@@ -273,7 +273,7 @@ class HubDataset(ColumnarReader):
                 where=self.key,
                 remedy="give a folder, or load it once where there is a network, then bring the cache (HF_HOME) here",
             )
-        root = error.__cause__ or error  # the outer error only says that something went wrong
+        root = error.__cause__ or error  # the outer error is generic
         reason = (str(root).strip() or type(root).__name__).splitlines()[0].rstrip(".")
         return UserError(
             f"cannot load the dataset {self.dataset!r}: {reason}",
@@ -285,7 +285,7 @@ class HubDataset(ColumnarReader):
 
 @contextmanager
 def _offline(yes: bool) -> Iterator[None]:
-    """`datasets` without a network would retry for half a minute; offline, it looks into its cache at once."""
+    """Put `datasets` into offline mode: without a network it would retry for half a minute before using its cache."""
     import datasets
 
     before = datasets.config.HF_HUB_OFFLINE

@@ -1,4 +1,4 @@
-"""A content-addressed cache of encoded data: each entry is encoded once, by one process, however many need it at the
+"""A content-addressed cache of encoded data: each entry is encoded once, by one process, even if several need it at the
 same time.
 """
 
@@ -29,18 +29,18 @@ from drawbar.runtime.log import logger, told_while_waiting
 from drawbar.util.atomic_files import identity, replacing
 
 DIGESTS_FILE = "digests.json"
-"""Beside the encoded data."""
+"""File with the digests, in the folder of the encoded data."""
 MAX_DIGESTS = 100_000
-"""The most digests that are kept; when there are more, the oldest are dropped."""
+"""Maximum number of digests to keep; the oldest are dropped."""
 MIN_AGE_NS = 2 * 10**9
-"""Nanoseconds a file must be unchanged before its times are trusted: some file systems have 2 s timestamps."""
+"""Nanoseconds that a file must be unchanged before its times are trusted: some file systems have 2 s timestamps."""
 
 
 class DigestCache:
     """Digests of the content of files, by path and ``identity``: a file that has not changed is not read again.
 
     Args:
-        folder: where they are kept; it need not exist.
+        folder: folder for the digests; need not exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,7 +49,7 @@ class DigestCache:
         self._new: dict[str, str] = {}
 
     def of(self, file: Path) -> str:
-        """Hex digest of every byte of a file. Raises OSError where it cannot be read."""
+        """Hex digest of every byte of a file. Raises OSError if it cannot be read."""
         found, began = identity(file), time.time_ns()
         key = json.dumps([str(file.absolute()), *found])
         digest = self._stored.get(key)
@@ -63,7 +63,7 @@ class DigestCache:
     def save(self) -> None:
         """Save the digests, if the folder is writable."""
         if self._new:
-            others = _read(self._path)  # that other processes have kept in the meantime
+            others = _read(self._path)  # saved by other processes in the meantime
             latest = list({**others, **self._new}.items())[-MAX_DIGESTS:]
             with suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def file_digest(file: Path) -> str:
 
 
 def digest_for_all(records: Records, kept: DigestCache, world: Distributed) -> str:
-    """``records.digest``. Of the ranks that see the same files, one reads them. Every rank must call this function."""
+    """``records.digest``, computed by one of the ranks that see the same files. Collective."""
     leader = world.lowest_rank_with_same(records.identity())
     own = None
     if leader == world.rank:
@@ -99,7 +99,7 @@ BEAT_SECONDS = 1.0
 
 
 class Heartbeat:
-    """Tells waiting processes which one encodes, and how far it is. Its thread beats while records are read, too."""
+    """Tells waiting processes which process encodes, and its progress. Its thread also beats while records are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -130,7 +130,7 @@ class Heartbeat:
     def _beat(self) -> None:
         self._beats += 1
         about = {"host": socket.gethostname(), "pid": os.getpid(), "done": self.done, "total": self.total}
-        with suppress(OSError):  # a full disk stops the encoding itself
+        with suppress(OSError):  # a full disk also fails the encoding itself
             replace_text(self.path, json.dumps({**about, "beats": self._beats}))
 
 
@@ -140,7 +140,7 @@ class Watch:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.seen = False
-        """Whether a heartbeat was ever seen: of a process that encodes, or of one that died over it."""
+        """Whether a heartbeat was ever seen: of a process that encodes, or of one that died while encoding."""
         self._text = ""
         self._changed = time.monotonic()
         self._about: dict[str, Any] = {}
@@ -179,9 +179,9 @@ class Watch:
 
 
 class Failure:
-    """Why encoding failed: told to the processes that wait, which would only fail again, maybe hours later.
+    """Tells waiting processes why encoding failed, as they would only fail again, possibly hours later.
 
-    A failure that was there before this process began to wait is an older attempt's, and does not count.
+    A failure recorded before this process started to wait is from an older attempt, and is ignored.
     """
 
     def __init__(self, path: Path) -> None:
@@ -219,10 +219,10 @@ def replace_text(path: Path, text: str) -> None:
 
 SHOWN_CHANGES = 5
 _IDENTIFYING_INPUTS = {"the records", "task.type"}
-"""Inputs that differ between unrelated runs; runs that differ in at most five inputs are related anyway."""
+"""Inputs that differ between unrelated runs; runs that differ in at most five inputs still count as related."""
 
 _IN_WORDS = {"the task's facts": "the dataset metadata"}
-"""Names as messages show them, where an older name must stay in the cache keys."""
+"""Names for messages, where cache keys must keep an older name."""
 
 
 def is_cached(cache: Path, name: str, inputs: Mapping[str, str]) -> bool:
@@ -231,18 +231,18 @@ def is_cached(cache: Path, name: str, inputs: Mapping[str, str]) -> bool:
 
 
 def explain_cache_miss(cache: Path, name: str, inputs: Mapping[str, str]) -> str | None:
-    """What differs from the most similar cached samples of this name, as a text for the log.
-    None if all cached samples of this name seem to belong to unrelated runs."""
+    """The differences from the most similar cached samples of this name, as text for the log. None if all cached
+    samples of this name seem to belong to unrelated runs."""
     changes = [_changes(kept, inputs) for kept in _cached_entries(cache, name)]
     if not changes:
-        return f"no {name} data are kept in {cache}"
+        return f"no {name} data are cached in {cache}"
     changes = [changed for changed in changes if not _is_unrelated_run(changed)]
     if not changes:
         return None
     fewest = min(changes, key=len)
     shown = ", ".join(_IN_WORDS.get(name, name) for name in fewest[:SHOWN_CHANGES])
     more = f" and {len(fewest) - SHOWN_CHANGES} more" if len(fewest) > SHOWN_CHANGES else ""
-    return f"changed since those that are kept: {shown}{more}"
+    return f"changed since the cached data: {shown}{more}"
 
 
 def _cached_entries(cache: Path, name: str) -> list[dict[str, str]]:
@@ -251,7 +251,7 @@ def _cached_entries(cache: Path, name: str) -> list[dict[str, str]]:
     for path in cache.glob(f"{name}-*/{META}"):
         try:
             found.append(dict(json.loads(path.read_text())["made_of"]))
-        except (OSError, ValueError, KeyError, TypeError):  # removed just now, damaged, or of another version
+        except (OSError, ValueError, KeyError, TypeError):  # just removed, damaged, or of another version
             continue
     return found
 
@@ -273,21 +273,21 @@ HEAD_START_SECONDS = 2.0
 
 REMEDIES = {
     errno.ENOSPC: "free some space there, or keep the cache on another disk (data.cache)",
-    errno.EDQUOT: "your quota there is used up: delete files of yours, or keep the cache on another disk (data.cache)",
+    errno.EDQUOT: "your quota there is used up: delete some files, or keep the cache on another disk (data.cache)",
     errno.EFBIG: "files are limited in size: raise the limit (ulimit -f unlimited)",
     errno.EACCES: "make the folder writable, or use another one (data.cache)",
     errno.EPERM: "make the folder writable, or use another one (data.cache)",
-    errno.EROFS: "the disk can only be read: use another one (data.cache)",
+    errno.EROFS: "the disk is read-only: use another one (data.cache)",
     errno.ENOTDIR: "a file is in the way: use another folder (data.cache)",
     errno.EEXIST: "a file is in the way: use another folder (data.cache)",
 }
-"""What to do about a cache that cannot be written, by the error number."""
+"""Remedies for a cache that cannot be written, by error number."""
 
 
 def content_key(*parts: object) -> str:
     """Hex digest of plain values: None, bool, numbers, str, bytes, numpy arrays, and lists, tuples and dicts of them.
 
-    The order of a dict's keys does not count; a tuple is a list.
+    The order of a dict's keys is ignored; tuples hash like lists.
 
     Raises:
         TypeError: for an object of any other type.
@@ -310,7 +310,7 @@ def records_digest(records: Iterable[Record]) -> str | None:
 
 
 def _hash_value(update: Callable[[bytes], None], part: Any) -> None:
-    """Hash a value with its type and length before it, so that different values never hash alike."""
+    """Hash a value with its type and length as a prefix, so that different values never produce the same bytes."""
     if isinstance(part, np.generic):
         part = np.asarray(part)
     if part is None or isinstance(part, bool):
@@ -350,10 +350,10 @@ def encode_cached(
     timeout: float,
     eager: bool,
 ) -> EncodedDataset:
-    """The encoded records from the cache, encoded first where they are not there yet.
+    """The encoded records from the cache; encodes them first on a cache miss.
 
     Args:
-        read: starts to read the records; not called on a cache hit.
+        read: starts reading the records; not called on a cache hit.
         encoder: see ``Encode``; workers need it to be picklable.
         workers: processes to encode in; see ``encode_chunks``.
         on_bad_record: ``error`` or ``skip``.
@@ -386,8 +386,8 @@ def load_or_create(
 ) -> T:
     """Load the cache entry with this name and these inputs; create it first if it does not exist.
 
-    Of several processes that call this at the same time, on one host or on several that share the folder, one
-    writes. The others wait for it, and one of them takes over if it dies.
+    If several processes call this at the same time, on one or several hosts that share the folder, one of them writes.
+    The others wait for it, and one of them takes over if it dies.
 
     Args:
         cache: the folder; it need not exist.
@@ -427,7 +427,7 @@ def entry_folder(cache: Path, name: str, inputs: Mapping[str, str]) -> Path:
 
 
 def remove_cached(cache: Path, name: str, inputs: Mapping[str, str]) -> None:
-    """Take samples out of the cache, if they are there; no process ever finds only some of their files.
+    """Remove samples from the cache, if present; other processes never see only some of their files.
 
     Args: as for ``encode_cached``.
 
@@ -447,7 +447,7 @@ def _draft_suffix() -> str:
 
 
 class _Entry(Generic[T]):
-    """One folder of the cache. It is complete or absent: written under another name, and renamed."""
+    """One folder of the cache, always complete or absent: written under another name, then renamed."""
 
     def __init__(
         self, cache: Path, name: str, inputs: Mapping[str, str], read: Callable[[FolderStorage, dict[str, Any]], T]
@@ -457,13 +457,13 @@ class _Entry(Generic[T]):
         self.key = content_key(self.inputs)
         self.folder = entry_folder(cache, name, inputs)
         self.written = 0
-        """Bytes of the last draft, where it failed; 0 after one that became the entry."""
+        """Bytes of the last draft if it failed; 0 after a successful one."""
 
     def beside(self, ending: str) -> Path:
         return self.folder.with_name(self.folder.name + ending)
 
     def read(self, *, remove: bool = False) -> T | None:
-        """None where the entry is absent or damaged; whoever holds the lock may ``remove`` a damaged one."""
+        """Read the entry; None if absent or damaged. The holder of the lock may ``remove`` a damaged one."""
         if not self.folder.is_dir():
             return None
         try:
@@ -476,15 +476,15 @@ class _Entry(Generic[T]):
             return self._read(FolderStorage(self.folder), about)
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:  # what bad JSON leads to
             if remove:
-                logger.warning("encoding anew: the data in %s are damaged (%s)", self.folder, error)
+                logger.warning("encoding again: the data in %s are damaged (%s)", self.folder, error)
                 shutil.rmtree(self.folder)
             return None
 
     def make(self, write: Callable[[FolderStorage], dict[str, Any]]) -> None:
-        """Write a draft, bring it to the disk, and rename it."""
+        """Write a draft, sync it to disk, and rename it."""
         _remove_dead_drafts(self.folder)
         draft = self.beside(_draft_suffix())
-        shutil.rmtree(draft, ignore_errors=True)  # left by a dead process that had the id of this one
+        shutil.rmtree(draft, ignore_errors=True)  # left by a dead process with the same process id
         draft.mkdir()
         storage = FolderStorage(draft)
         try:
@@ -521,7 +521,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _remove_dead_drafts(entry: Path) -> None:
-    """Drafts that killed processes of this host left in the cache. The lock of ``entry`` is held."""
+    """Remove drafts that killed processes on this host left in the cache. The caller holds the lock of ``entry``."""
     for draft in entry.parent.glob(f"*.tmp-{socket.gethostname()}-*"):
         name = draft.name.rpartition(".tmp-")[0]
         if _is_dead(entry.with_name(f"{name}.lock"), ours=name == entry.name):
@@ -529,13 +529,13 @@ def _remove_dead_drafts(entry: Path) -> None:
 
 
 def _is_dead(lock: Path, *, ours: bool) -> bool:
-    """Whether the writer of a draft has ended: its lock is free. Process ids prove nothing: they are used again."""
+    """Whether the writer of a draft has ended, so that its lock is free. Process ids are no proof: they are reused."""
     try:
         with lock.open("ab") as file:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return ours  # we hold it now, so whoever wrote the draft does not
-    except OSError:  # no locks here: nobody can know
+        return ours  # we hold it now, so the draft's writer does not
+    except OSError:  # no locks here: unknown
         return False
     return True
 
@@ -546,7 +546,7 @@ def _wait_or_make(
     watch = Watch(entry.beside(".progress"))
     failure = Failure(entry.beside(".error"))
     head_start_until = time.monotonic() + HEAD_START_SECONDS
-    with entry.beside(".lock").open("ab") as lock:  # closing it unlocks it, and so does the end of the process
+    with entry.beside(".lock").open("ab") as lock:  # closing it unlocks it, as does the end of the process
         with told_while_waiting(lambda: str(watch), HEAD_START_SECONDS + 1):
             while True:
                 found = entry.read()
@@ -572,8 +572,8 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _read_or_make(entry: _Entry[T], make: Callable[[Heartbeat], None], failure: Failure) -> T:
-    """With the lock held. Whoever held it before may have finished, or failed, just now."""
-    os.listdir(entry.folder.parent)  # NFS may remember for a while that the folder was absent; this makes it look anew
+    """Called with the lock held. Its previous holder may have just finished or failed."""
+    os.listdir(entry.folder.parent)  # NFS may have cached that the folder was absent; this refreshes its view
     found = entry.read(remove=True)
     if found is not None:
         return found
@@ -591,7 +591,7 @@ def _read_or_make(entry: _Entry[T], make: Callable[[Heartbeat], None], failure: 
         raise UserError(
             "the encoded data cannot be read back",
             where=str(entry.folder),
-            remedy="see whether that disk is sound, or keep the cache on another one (data.cache)",
+            remedy="check that disk, or keep the cache on another one (data.cache)",
             exit_code=ExitCode.FAILED,
         )
     return found

@@ -1,4 +1,4 @@
-"""Class labels: `datasets` stores them as numbers, and their names beside them in the schema (``ClassLabel``)."""
+"""Class labels: `datasets` stores them as numbers, and their names in the schema (``ClassLabel``)."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,13 +7,13 @@ from typing import Any
 from drawbar.data.readers import Record
 
 Feature = Any
-"""What a value is, as `datasets` writes it: a dict of features by column, ``{"_type": "List", "feature": …}``, …"""
+"""The type of a value in `datasets`' notation: a dict of features by column, ``{"_type": "List", "feature": …}``, …"""
 NO_LABEL = -1
-"""How `datasets` writes that a record has no label."""
+"""The value with which `datasets` marks a missing label."""
 
 
 class ClassNumber(int):
-    """The number of a class, as `datasets` gives it, that knows the names of all classes of its column."""
+    """A class number from `datasets` that knows the names of all classes of its column."""
 
     names: list[str]
 
@@ -32,7 +32,7 @@ class ClassNumber(int):
 
 
 def features_of(metadata: Mapping[bytes, bytes] | None) -> dict[str, Feature]:
-    """The features by column that are in the metadata of an Arrow schema; none where `datasets` did not write it."""
+    """The features by column in the metadata of an Arrow schema; empty if `datasets` did not write it."""
     try:
         features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
     except (KeyError, TypeError, ValueError):
@@ -44,27 +44,27 @@ def with_class_numbers(record: Record, features: Mapping[str, Feature]) -> Recor
     """The record with each class number as a ``ClassNumber``, and with None in place of ``NO_LABEL``.
 
     Args:
-        features: those of ``class_features``.
+        features: the result of ``class_features``.
 
     Raises:
-        ValueError: a number is not the number of a class.
+        ValueError: a number is not a valid class number.
     """
     return {name: _known(value, features[name]) if name in features else value for name, value in record.items()}
 
 
 def class_features(features: Mapping[str, Feature]) -> dict[str, Feature]:
-    """The features of the columns with classes, at any depth, with ``ClassNumber`` objects that all records share."""
+    """The features of columns with classes, at any depth, with ``ClassNumber`` objects shared by all records."""
     return {name: _with_numbers(feature) for name, feature in features.items() if _has_classes(feature)}
 
 
 def agreed_names(found: Iterable[list[str] | None]) -> list[str] | None:
-    """The names of a column's classes in several files, where all files with such names agree."""
+    """The class names of a column in several files, if all files that have such names agree; else None."""
     given = [names for names in found if names is not None]
     return given[0] if given and all(names == given[0] for names in given) else None
 
 
 def class_names(features: Mapping[str, Feature], column: str) -> list[str] | None:
-    """The names of the classes of a column, or of the items of its lists; None where it holds no classes.
+    """The class names of a column, or of the items of its lists; None if it holds no classes.
 
     Args:
         column: as for ``nested.value_at``.
@@ -88,7 +88,7 @@ def _is_list(feature: Feature) -> bool:
 
 
 def _item(feature: Feature) -> Feature:
-    """What the items of a list are."""
+    """The feature of a list's items."""
     if isinstance(feature, list):
         return feature[0] if feature else None
     return feature["feature"] if _is_list(feature) else feature
@@ -127,5 +127,5 @@ def _known(value: Any, feature: Feature) -> Any:
         return value
     names = feature["names"]
     if not NO_LABEL <= value < len(names):
-        raise ValueError(f"{value} is the number of no class; there are {len(names)} ({', '.join(names[:3])}, …)")
+        raise ValueError(f"{value} is not a class number; there are {len(names)} classes ({', '.join(names[:3])}, …)")
     return None if value == NO_LABEL else feature["numbers"][value]

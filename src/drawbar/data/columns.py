@@ -1,6 +1,6 @@
 """Samples in columnar storage: all values of one field concatenated, in memory or in files.
 
-A column may be stored as what differs from another, as the labels of language models are mostly the tokens themselves:
+A column may be stored as its differences from another column, as the labels of language models mostly equal the tokens:
 each run of differing values as (first position, length) and its values.
 """
 
@@ -21,13 +21,13 @@ Sample = dict[str, Any]
 """One encoded example: each field a numpy array, or a plain bool, int, float or str."""
 Kind = Literal["array", "number", "text"]
 FieldKinds = dict[str, tuple[Kind, int]]
-"""Field name → what it is, and its number of dims."""
+"""Field name → its kind and number of dims."""
 
-BLOCK_VALUES = 1 << 20  # values read at a time where a whole file passes through memory
+BLOCK_VALUES = 1 << 20  # values read at a time when a whole file is processed
 
 
 class Values(Protocol):
-    """An array of which any part can be read: a slice of its first dim, or some indices of it."""
+    """An array that can be read in parts: a slice of its first dim, or some of its indices."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -36,23 +36,23 @@ class Values(Protocol):
 
 
 class Storage(Protocol):
-    """Named sequences of bytes that grow at the end."""
+    """Named byte sequences to append to."""
 
     def append(self, name: str, data: bytes) -> None:
-        """Add bytes to the end of one, which begins empty."""
+        """Append bytes to a sequence, which is initially empty."""
 
     def array(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         """The content as one array of this dtype, in memory or memory-mapped."""
 
     def values(self, name: str, dtype: np.dtype[Any], *row: int) -> Values:
-        """The content as values of shape (-1, *row), each read when it is asked for."""
+        """The content as values of shape (-1, *row), read on access."""
 
     def replace(self, name: str, by: str) -> None:
-        """Give ``name`` the content of ``by``, which is gone then."""
+        """Replace the content of ``name`` by that of ``by``, and remove ``by``."""
 
 
 class MemoryStorage:
-    """A ``Storage`` of this process alone."""
+    """A ``Storage`` in this process's memory."""
 
     def __init__(self) -> None:
         self._contents: dict[str, bytearray] = {}
@@ -74,8 +74,8 @@ class MemoryStorage:
 
 
 class FileValues:
-    """The values of a file, each read when it is asked for. The file is not mapped: whatever is read of a mapped file
-    counts as memory of the process."""
+    """The values in a file, read on access. The file is not memory-mapped, as pages read from a mapped file count as
+    memory of the process."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], *row: int) -> None:
         self._dtype = dtype
@@ -95,7 +95,7 @@ class FileValues:
         return self._read(part.tolist(), 1)
 
     def _read(self, starts: list[int], count: int) -> NDArray[Any]:
-        """So many items from each start on, end to end."""
+        """``count`` items from each start, concatenated."""
         values = np.empty((len(starts) * count, *self.shape[1:]), self._dtype)
         buffer, size = values.reshape(-1).view(np.uint8).data, count * self._item_bytes
         for index, start in enumerate(starts):
@@ -109,7 +109,7 @@ class FileValues:
 
 
 class FolderStorage:
-    """A ``Storage`` of files in a folder, which exists."""
+    """A ``Storage`` of files in an existing folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -121,7 +121,7 @@ class FolderStorage:
         self._open[name].write(data)
 
     def array(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """The content as one array, memory-mapped: only what is looked at is read."""
+        """The content as one array, memory-mapped: only accessed parts are read."""
         path = self._written(name)
         if not path.exists() or not path.stat().st_size:  # an empty file cannot be mapped
             return np.empty(0, dtype)
@@ -133,7 +133,7 @@ class FolderStorage:
         return FileValues(path, dtype, *row) if path.exists() else np.empty((0, *row), dtype)
 
     def _written(self, name: str) -> Path:
-        """The file of that name, with all that was appended to it."""
+        """The file of that name, after flushing what was appended."""
         if name in self._open:
             self._open[name].flush()
         return self.folder / name
@@ -144,12 +144,12 @@ class FolderStorage:
         os.replace(self.folder / by, self.folder / name)
 
     def close(self) -> None:
-        """Everything is on the disk when this returns."""
+        """Sync everything to disk, and close the files."""
         for name in list(self._open):
             self._close(name)
 
     def abandon(self) -> None:
-        """Close the files of a draft that is thrown away, even if their buffers cannot be written (disk full)."""
+        """Close the files of a discarded draft, even if their buffers cannot be written (disk full)."""
         for file in self._open.values():
             try:
                 file.close()
@@ -175,7 +175,7 @@ class Piece:
     shapes: NDArray[np.int64]
     """Shape (samples, dims)."""
     dtypes: frozenset[str]
-    """The dtypes that the samples had; ``values`` has one dtype, into which they all fit."""
+    """The dtypes of the samples; ``values`` has one dtype that can hold them all."""
 
 
 def field_kinds(sample: Sample) -> FieldKinds:
@@ -207,7 +207,8 @@ def describe_kind_mismatch(expected: FieldKinds, found: FieldKinds) -> str:
 
 
 def stack(samples: Sequence[Sample]) -> dict[str, Piece]:
-    """Samples with fields of the same kinds, as columns. Raises OverflowError for an integer of more than 64 bits."""
+    """Convert samples with fields of the same kinds to columns. Raises OverflowError for integers of more than 64
+    bits."""
     kinds = field_kinds(samples[0]) if samples else {}
     return {name: _stack_field(kind, [sample[name] for sample in samples]) for name, (kind, _) in kinds.items()}
 
@@ -218,7 +219,7 @@ def _stack_field(kind: Kind, values: list[Any]) -> Piece:
         flat = np.concatenate([value.ravel() for value in values], dtype=common_dtype(dtypes), casting="unsafe")
         return Piece(kind, flat, np.array([value.shape for value in values], dtype=np.int64), dtypes)
     if kind == "text":
-        texts = [value.encode("utf-8", "surrogatepass") for value in values]  # JSON can hold half of a surrogate pair
+        texts = [value.encode("utf-8", "surrogatepass") for value in values]  # JSON may contain lone surrogates
         lengths = np.array([len(text) for text in texts], dtype=np.int64)
         return Piece(kind, np.frombuffer(b"".join(texts), np.uint8), lengths[:, None], frozenset({"|u1"}))
     dtypes = frozenset(number_dtype(value) for value in values)
@@ -227,7 +228,7 @@ def _stack_field(kind: Kind, values: list[Any]) -> Piece:
 
 
 def number_dtype(value: bool | int | float) -> str:
-    """The dtype that holds a plain number of Python."""
+    """The dtype for a plain Python number."""
     if isinstance(value, bool):
         return np.dtype(np.bool_).str
     return np.dtype(np.int64 if isinstance(value, int) else np.float64).str
@@ -246,23 +247,23 @@ class Column:
     dtype: np.dtype[Any]
     """The dtype of returned values; the stored dtype may be smaller."""
     values: Values
-    """Those of all samples, end to end. Text is UTF-8."""
+    """Values of all samples, concatenated. Text is UTF-8."""
     shapes: Values
     """Shape (samples, dims)."""
     ends: Values
-    """Shape (samples,): where each sample's values end."""
+    """Shape (samples,): the end of each sample's values."""
 
     def __getitem__(self, index: int) -> Any:
         flat = self.stored(index, index + 1)
         if self.kind == "text":
             return flat.tobytes().decode("utf-8", "surrogatepass")
-        value = flat.astype(self.dtype)  # a copy, which whoever gets it may change
+        value = flat.astype(self.dtype)  # a copy, which the caller may change
         if self.kind == "number":
             return value.item()
         return value if self.shapes.shape[1] == 1 else value.reshape(self.shapes[index : index + 1][0])
 
     def stored(self, first: int, last: int) -> NDArray[Any]:
-        """The stored values of the samples ``first`` up to but not ``last``, end to end."""
+        """The stored values of the samples ``first`` to ``last`` (exclusive), concatenated."""
         if last == 0:
             return self.values[:0]
         ends = self.ends[max(0, first - 1) : last]
@@ -270,7 +271,7 @@ class Column:
 
     @property
     def size(self) -> int:
-        """The number of values in all samples together."""
+        """Total number of values in all samples."""
         return len(self.values)
 
     def blocks(self) -> Iterator[NDArray[Any]]:
@@ -280,8 +281,8 @@ class Column:
 
 
 class ColumnWriter:
-    """Appends pieces of one column to a storage, each in as few bytes as it needs; ``finish`` brings them to one
-    dtype."""
+    """Appends pieces of one column to a storage, each in the smallest possible dtype; ``finish`` converts them to a
+    common dtype."""
 
     def __init__(self, storage: Storage, name: str, kind: Kind, dims: int) -> None:
         self.storage = storage
@@ -299,8 +300,8 @@ class ColumnWriter:
         """Add a piece of which only some values are stored.
 
         Args:
-            values: the values that are stored.
-            lengths: shape (samples,): how many of them each sample has.
+            values: the stored values.
+            lengths: shape (samples,): number of stored values per sample.
         """
         stored = values.astype(self._stored_dtype(values))
         self._dtypes |= piece.dtypes

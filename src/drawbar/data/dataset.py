@@ -45,34 +45,33 @@ RECORD_OF = "record_of.bin"
 
 
 class NoSamples(UserError):
-    """All records were left out."""
+    """No record gave a sample."""
 
 
 @dataclass(frozen=True)
 class EncodedDataset:
     """Samples 0..n-1. An item is a dict: the sample's fields, its number as ``id``, and ``[number]`` as ``ids``.
 
-    Array fields are copies, to change at will. Other fields are plain values of Python.
+    Array fields are copies, which may be modified. Other fields are plain Python values.
     """
 
     columns: dict[str, Column]
     record_of: NDArray[np.int64]
-    """Shape (samples,): which record each sample came from; never falling."""
+    """Shape (samples,): the record that each sample came from; non-decreasing."""
     records: int
-    """How many records gave samples, or were dropped."""
+    """Number of records that gave samples or were dropped."""
     records_of_sources: list[int]
-    """How many records each source has, in order; bad ones that could not be read are not counted."""
+    """Number of records in each source, in order, without unreadable ones."""
     dropped: int
-    """Records for which encode gave no sample."""
+    """Number of records for which encode returned no sample."""
     skipped: list[str]
-    """Error messages of the bad records that were left out: at most 1000 of unreadable ones, and 1000 of failed
-    encodings."""
+    """Error messages of skipped bad records: at most 1000 for unreadable records, and 1000 for failed encodings."""
     skipped_count: int
-    """How many bad records were left out."""
+    """Number of skipped bad records."""
     truncated: int
     """Samples that encode reported as truncated."""
     tokens: int
-    """Tokens of all samples; the number of samples where these have no ``input_ids``."""
+    """Number of tokens in all samples; number of samples if they have no ``input_ids``."""
     fingerprint: str
     """Hex digest of every field of every sample in order, the same in every process."""
 
@@ -91,12 +90,12 @@ class EncodedDataset:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Shape (samples,): tokens in ``input_ids``, or 1 where samples have none."""
+        """Shape (samples,): number of tokens in ``input_ids``; 1 if samples have none."""
         return self.stored_lengths("input_ids")[:]
 
     @property
     def samples_of_sources(self) -> NDArray[np.int64]:
-        """Shape (sources,): samples of each source; they stand source by source."""
+        """Shape (sources,): number of samples of each source; samples are ordered by source."""
         ends = np.searchsorted(self.record_of, np.cumsum(self.records_of_sources))
         return np.diff(ends, prepend=0)
 
@@ -105,8 +104,8 @@ class EncodedDataset:
         return self.stored_lengths(name)[:]
 
     def stored_lengths(self, *names: str) -> Values:
-        """Shape (samples,): the length of the longest of these fields in each sample, read when it is asked for; 1
-        where none of them is an array field."""
+        """Shape (samples,): the length of the longest of these fields in each sample, read on access; 1 if none of them
+        is an array field."""
         arrays = [column for name, column in self.columns.items() if name in names and column.kind == "array"]
         return LongestField(arrays) if arrays else np.broadcast_to(np.int64(1), len(self))
 
@@ -123,15 +122,15 @@ def encode_records(
 
     Args:
         records: plain dicts.
-        encode: see ``Encode``. Lists and tensors become numpy arrays. The field ``truncated`` of a sample says
-            whether encode cut the sample; such samples are counted, and the field is not stored.
-        describe: says where record i came from, for messages.
+        encode: see ``Encode``. Lists and tensors become numpy arrays. The field ``truncated`` of a sample is whether
+            encode truncated it; such samples are counted, and the field is not stored.
+        describe: describes the origin of record i, for messages.
         progress: see ``OnProgress``; the last call is (n, n).
-        on_bad_record: ``skip`` leaves out records that ``encode`` fails on; ``error`` stops at the first.
+        on_bad_record: ``skip`` omits records that ``encode`` fails on; ``error`` stops at the first.
 
     Raises:
-        UserError: ``encode`` failed on a record or gave something else than it should, samples differ in their fields,
-            or no sample is left.
+        UserError: ``encode`` failed on a record or returned an invalid result, samples differ in their fields, or there
+            are no samples.
     """
     return encode_in_memory(read_list(records, describe), encode, progress=progress, on_bad_record=on_bad_record)
 
@@ -139,7 +138,7 @@ def encode_records(
 def encode_in_memory(
     reading: Reading, encode: Encode, *, progress: OnProgress | None = None, on_bad_record: str
 ) -> EncodedDataset:
-    """As ``encode_records``, for the records of one pass (``Reading``)."""
+    """As ``encode_records``, for records that can be read only once (``Reading``)."""
     storage = MemoryStorage()
     about = write_samples(storage, reading, encode, progress=progress, on_bad_record=on_bad_record, workers=0)
     return read_samples(storage, about)
@@ -155,9 +154,9 @@ def write_samples(
     workers: int | Literal["auto"],
     timeout: float = float("inf"),
 ) -> dict[str, Any]:
-    """Encode every record into a storage; returns what ``read_samples`` needs to know, as plain values.
+    """Encode every record into a storage; returns the metadata for ``read_samples``, as plain values.
 
-    However many records there are, few of them and of their samples are in memory at a time.
+    Only a few records and samples are in memory at a time.
 
     Args: as for ``encode_records`` and ``encode_chunks``.
     """
@@ -220,10 +219,10 @@ class _SamplesWriter:
     def finish(self, reading: Reading) -> dict[str, Any]:
         if not self.samples:
             raise NoSamples(
-                f"no samples: the task's encode left out all {self.records} records"
+                f"no samples: the task's encode dropped all {self.records} records"
                 + (f"; the first: {self.skipped[0]}" if self.skipped else ""),
                 where=reading.first,
-                remedy="check that the records hold what the task expects, and that they are long enough",
+                remedy="check that the records contain what the task expects, and that they are long enough",
             )
         fields = {name: column.finish() for name, column in self.columns.items()}
         columns = _read_columns(self.storage, fields, self.samples)

@@ -31,16 +31,16 @@ from drawbar.threads import usable_cores
 
 
 class WorkerFailed(Exception):
-    """A call failed in a worker process, which can take further calls."""
+    """A call failed in a worker process, which can still handle further calls."""
 
 
 class WorkerPool:
-    """Spawned processes for one kind of work. They end with this process, however it ends.
+    """A pool of spawned processes for one function. They exit when this process exits, even if it is killed.
 
     Args:
-        function: what each call applies, as ``pickled`` returned it.
-        count: processes.
-        timeout: longest wait for a result, in seconds.
+        function: the function to call, as returned by ``pickled``.
+        count: number of processes.
+        timeout: maximum wait for a result, in seconds.
         activity: what the processes do, for messages, such as ``encoding records``.
     """
 
@@ -50,17 +50,18 @@ class WorkerPool:
         self._activity = activity
         self._others = set(multiprocessing.active_children())
         _start_tracker()
-        # Spawned, not forked: a fork copies locks of torch's and gloo's threads, held by nobody who could free them.
+        # Spawned, not forked: a fork would copy locks held by torch's and gloo's threads, which no one could release.
         self._executor = ProcessPoolExecutor(
             count, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(function,)
         )
 
     def start(self) -> list[Future[None]]:
-        """Start all processes now; a result comes when a process can work. If not called, each starts when used."""
+        """Start all processes now; each future completes when a process is ready. Otherwise processes start on first
+        use."""
         return [self._executor.submit(_do_nothing) for _ in range(self.count)]
 
     def submit(self, *arguments: Any) -> Future[Any]:
-        """Call the function in one of the processes. Any thread may."""
+        """Call the function in one of the processes. Thread-safe."""
         return self._executor.submit(_apply, *arguments)
 
     def result(self, future: Future[Any]) -> Any:
@@ -76,55 +77,53 @@ class WorkerPool:
             raise self._lost_worker(error) from error
 
     def _lost_worker(self, error: Exception) -> UserError:
-        """What to tell the user of a process that died (BrokenProcessPool), or that gave no result in time."""
+        """The error for a process that died (BrokenProcessPool) or returned no result in time."""
         died = isinstance(error, BrokenProcessPool)
         fewer = f"where memory ran out, use fewer processes (data.workers={self.count // 2}); "
         return UserError(
             f"a process for {self._activity} was killed, or could not start"
             if died
-            else f"a process for {self._activity} gave no result for {self._timeout:.0f} s",
+            else f"a process for {self._activity} returned no result for {self._timeout:.0f} s",
             where="data.workers",
             remedy=f"{fewer if self.count > 1 else ''}a script that starts training must do so under "
-            '`if __name__ == "__main__":`; data.workers=0 does it in one process and shows what happens',
+            '`if __name__ == "__main__":`; data.workers=0 uses a single process and shows what happens',
             exit_code=ExitCode.FAILED,
         )
 
     def finish(self) -> None:
-        """Wait for the processes to end, once they have done all that they were given."""
+        """Wait for the processes to finish all submitted calls and exit."""
         self._executor.shutdown()
 
     def close(self) -> None:
-        """End the processes at once: the results of their present work are not needed, and one process may be stuck."""
+        """End the processes at once: pending results are not needed, and a process may be stuck."""
         for worker in set(multiprocessing.active_children()) - self._others:
             worker.kill()
         self._executor.shutdown(cancel_futures=True)
 
 
 def pickled(function: Callable[..., Any], activity: str, *examples: Any) -> bytes | None:
-    """The function as bytes for a ``WorkerPool``; None, with a warning, where it cannot be sent to other processes.
+    """Pickle the function for a ``WorkerPool``; None, with a warning, if it cannot be sent to other processes.
 
     Args:
-        examples: arguments that a call would send; they are pickled on trial.
+        examples: example arguments of a call, which are pickled as a test.
     """
     try:
         found = pickle.dumps(function)
         pickle.dumps(examples)
     except Exception as error:  # noqa: BLE001 - pickling runs the code of any class, which may raise anything
         logger.warning(
-            "%s in this process alone: the task or its records cannot be sent to others (%s)", activity, error
+            "%s in this process only: the task or its records cannot be sent to others (%s)", activity, error
         )
         return None
     if b"__main__" in found and not hasattr(sys.modules["__main__"], "__file__"):  # a worker could not import it
-        logger.warning(
-            "%s in this process alone: the task is defined in a notebook or console, not in a file", activity
-        )
+        logger.warning("%s in this process only: the task is defined in a notebook or console, not in a file", activity)
         return None
     return found
 
 
 def _start_tracker() -> None:
     """Start multiprocessing's resource tracker, which removes the semaphores of a pool whose owner was killed, without
-    its warning, which is for programmers who forgot to remove them."""
+    its warning, which is meant for programmers."""
     name, quiet = "PYTHONWARNINGS", "ignore:resource_tracker:UserWarning"
     before = os.environ.get(name)
     os.environ[name] = quiet if before is None else f"{before},{quiet}"
@@ -138,26 +137,26 @@ def _start_tracker() -> None:
 
 
 _function: Callable[..., Any]
-"""In a worker: the function that it applies."""
+"""In a worker: the function that it calls."""
 
 
 def _start_worker(function: bytes) -> None:
-    # all processes of a terminal or job get these signals; the parent ends its workers
+    # all processes of a terminal or job receive these signals; the parent ends its workers
     for number in (*INTERRUPT_SIGNALS, *REQUEUE_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # one process a core is enough
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # one process per core is enough
     global _function
     try:
         _function = pickle.loads(function)
     except Exception as error:  # noqa: BLE001 - loading builds the task, by the user's code
         _function = partial(_refuse, f"{type(error).__name__}: {error}")
-    if "torch" in sys.modules:  # if the script imported torch, that was before the variable was set
+    if "torch" in sys.modules:  # the script may have imported torch before the variable was set
         sys.modules["torch"].set_num_threads(1)
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed cannot end its workers, and they would wait for work for ever."""
+    """Exit with the parent: a killed parent cannot end its workers, and they would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -174,19 +173,19 @@ def _refuse(reason: str, *arguments: Any) -> None:
 
 
 def _do_nothing() -> None:
-    """A worker comes to this once it has started."""
+    """Runs once a worker has started."""
 
 
 Encode = Callable[[Record], Any]
-"""record → a sample, a list of samples, or None to leave the record out."""
+"""record → a sample, a list of samples, or None to drop the record."""
 OnProgress = Callable[[int, int], None]
-"""Told (records done, records in all) now and then."""
+"""Called with (records done, total records) from time to time."""
 
 RESERVED_FIELDS = ("id", "ids", "segment_ids", "decoder_segment_ids")
 CHUNK_RECORDS = 256
 CHUNK_SECONDS = 0.5
 TRIAL_SECONDS = 2.0
-MIN_WORK_SECONDS = 15.0  # less remaining work is not worth workers: they import what the task imports
+MIN_WORK_SECONDS = 15.0  # less remaining work is not worth starting workers, which import all that the task imports
 MOST_WORKERS = 16
 ACTIVITY = "encoding records"
 
@@ -201,15 +200,15 @@ class Chunk:
     record_of: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """For each sample, the number of its record."""
     dropped: int = 0
-    """Records that encode left out: they gave no sample."""
+    """Number of records for which encode returned no sample."""
     truncated: int = 0
-    """Samples that encode cut."""
+    """Number of samples that encode truncated."""
     where: str = ""
     """File and line of the first record that gave samples."""
     skipped: list[UserError] = field(default_factory=list)
-    """The errors of the bad records that were left out, each with the place of its record."""
+    """The errors of skipped bad records, each with the record's location."""
     fatal: UserError | None = None
-    """The error that ends encoding; the records before the failing one are in the chunk."""
+    """The error that ends encoding; the chunk has the records before the failing one."""
 
 
 def encode_chunk(encode: Encode, numbered: Iterator[NumberedRecord], skip: bool, seconds: float) -> Chunk:
@@ -253,13 +252,13 @@ def field_kinds_error(fault: str, where: str) -> UserError:
     return UserError(
         fault,
         where=where,
-        remedy="let the task's encode give all samples the same fields, "
+        remedy="let the task's encode return the same fields for all samples, "
         "each always a number, always a text, or always an array of the same number of dims",
     )
 
 
 def _encode_one(record: Record, encode: Encode) -> list[Sample]:
-    """The samples of one record. Every failure is a UserError; it may not name the record's place yet."""
+    """The samples of one record. Every failure is a UserError, which may not name the record's location yet."""
     try:
         encoded = encode(record)
     except UserError:
@@ -267,7 +266,7 @@ def _encode_one(record: Record, encode: Encode) -> list[Sample]:
     except (Exception, SystemExit) as error:
         raise UserError(
             f"the task's encode failed on a record: {cause(error)}",
-            remedy="mend the record, or let encode return None to leave it out",
+            remedy="fix the record, or let encode return None to drop it",
         ) from error
     if encoded is None:
         return []
@@ -275,16 +274,16 @@ def _encode_one(record: Record, encode: Encode) -> list[Sample]:
 
 
 def _compact(sample: Any) -> Sample:
-    """The sample with numpy arrays for its lists and tensors."""
+    """The sample with its lists and tensors converted to numpy arrays."""
     if not isinstance(sample, Mapping):  # a tokenizer's BatchEncoding is a mapping, but no dict
         raise UserError(
             f"the task's encode returned {type(sample).__name__}",
-            remedy="return a dict of arrays, a list of such dicts, or None to leave the record out",
+            remedy="return a dict of arrays, a list of such dicts, or None to drop the record",
         )
     taken = [name for name in RESERVED_FIELDS if name in sample]
     if taken:
         raise UserError(
-            f"a sample has a field {taken[0]!r}, a name that drawbar fills in itself",
+            f"a sample has a field {taken[0]!r}, a name reserved by drawbar",
             remedy="give the field another name in the task's encode",
         )
     compact = {str(name): _field_or_user_error(name, value) for name, value in sample.items()}
@@ -292,12 +291,12 @@ def _compact(sample: Any) -> Sample:
     if tokens is not None and (not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or not len(tokens)):
         raise UserError(
             "the input_ids of a sample are not a list of one or more token numbers",
-            remedy="let the task's encode return one sample without padding, or None where there are no tokens",
+            remedy="let the task's encode return one sample without padding, or None if there are no tokens",
         )
     if not isinstance(compact.get("truncated", False), bool | int):
         raise UserError(
             "the field 'truncated' of a sample is neither true nor false",
-            remedy="let it say whether encode cut the sample, or give the field another name",
+            remedy="set it to whether encode truncated the sample, or give the field another name",
         )
     return compact
 
@@ -307,15 +306,15 @@ def _field_or_user_error(name: str, value: Any) -> Any:
         return _field(name, value)
     except UserError:
         raise
-    except Exception as error:  # a user's object may raise anything when it is made an array
+    except Exception as error:  # converting a user's object to an array may raise anything
         raise UserError(
             f"the field {name!r} of a sample cannot be stored: {cause(error)}",
-            remedy="return numbers of at most 64 bits, texts, or arrays of numbers whose rows are equally long",
+            remedy="return numbers of at most 64 bits, texts, or arrays of numbers with rows of equal length",
         ) from error
 
 
 def _field(name: str, value: Any) -> Any:
-    """A plain scalar as it is; else an array, of 32 bits where it was a list of floats, or of integers that fit."""
+    """A plain scalar unchanged; else an array, with 32 bits for a list of floats, or for integers that fit."""
     if isinstance(value, bool | float | str):
         return value
     if isinstance(value, int):
@@ -335,7 +334,7 @@ def _field(name: str, value: Any) -> Any:
 
 def _narrow(array: NDArray[Any]) -> NDArray[Any]:
     if not array.size:
-        return array.astype(np.bool_)  # an empty list has no dtype of its own: bool is promoted to any other
+        return array.astype(np.bool_)  # an empty list has no dtype: bool can be promoted to any other
     if array.dtype == np.float64:
         return array.astype(np.float32)
     limits = np.iinfo(np.int32)
@@ -349,10 +348,10 @@ def encode_chunks(
     """Chunks of samples, in the order of the records. The caller must close the generator: it ends the workers.
 
     Args:
-        reading: iterated in this process alone, only so far ahead that no worker waits for records.
-        skip: collect the errors of bad records in ``Chunk.skipped``, and go on.
-        workers: processes to encode in. ``auto``: none if this process is quick enough, else one a core, at most 16.
-        timeout: longest wait for a worker, in seconds.
+        reading: iterated only in this process, just far enough ahead that no worker waits for records.
+        skip: collect the errors of bad records in ``Chunk.skipped``, and continue.
+        workers: number of processes. ``auto``: none if this process is fast enough, else one per core, at most 16.
+        timeout: maximum wait for a worker, in seconds.
 
     Raises:
         UserError: a worker died, or did not answer within ``timeout``.
@@ -399,7 +398,7 @@ def _encode_in_workers(
     done, seconds = 0, 0.0
     try:
         while True:
-            while len(pending) < 2 * count:  # a bound on the memory, and enough that no worker runs dry
+            while len(pending) < 2 * count:  # bounds the memory, and keeps all workers busy
                 size = max(1, min(CHUNK_RECORDS, round(CHUNK_SECONDS * done / seconds))) if seconds else 1
                 records = list(islice(numbered, size))
                 if not records:

@@ -1,4 +1,4 @@
-"""Finding the files that a setting names, and the reader for each; seeing that a file holds what its reader reads."""
+"""Finds the files that a setting names and the reader for each, and checks that a file's content fits its reader."""
 
 import glob
 import gzip
@@ -17,29 +17,29 @@ from drawbar.runtime.log import logger
 from drawbar.util.file_content import BEGIN_BYTES, GZIP, PAGES, PLAIN, Content, content_of, content_of_bytes, pointer
 
 UNPACKERS = {".zst": "zstd -d", ".xz": "unxz -k", ".bz2": "bunzip2 -k", ".zip": "unzip"}
-"""By ending, the command that unpacks a compressed file of another kind, and keeps that file."""
+"""Commands to unpack files compressed in other formats, keeping the original, by extension."""
 BUILT_IN_SOURCES = (PYTHON_STDLIB,)
 _pages_said: set[tuple[str, Path]] = set()
-"""Of which settings and folders it was logged that they have pages of HTML: files are opened several times."""
+"""Settings and folders for which HTML pages were already logged, as files are opened several times."""
 
 
 def reader_of(path: Path, options: ReadOptions, reader: str | None, key: str) -> FileReader:
-    """The reader of one file: the one that is asked for, or the usual one for the ending of the file's name.
+    """The reader of one file: the requested one, or the default for the file's extension.
 
     Args:
         path: an existing file.
-        reader: an end of names such as ``.csv``, or the user's own as ``package.module:Class``.
+        reader: an extension such as ``.csv``, or the user's own as ``package.module:Class``.
         key: the setting that names the file.
 
     Raises:
-        UserError: a file of an unknown kind, or no such reader.
+        UserError: the file's format is unknown, or there is no such reader.
     """
     named = find_class(READERS, FileReader, reader, f"{key}.reader") if reader is not None else None
     made = named or _usual_reader(path)
     try:
         return made.open(path, options)
     except TypeError as error:  # it lacks a method
-        what = f"the reader {made.__name__} cannot be made: {cause(error)}"
+        what = f"the reader {made.__name__} cannot be created: {cause(error)}"
         raise UserError(what, where=str(path), remedy="define its methods units and decode") from error
 
 
@@ -50,7 +50,7 @@ def _usual_reader(path: Path) -> type[FileReader]:
             return found
     unpack = UNPACKERS.get(path.suffix.lower())
     raise UserError(
-        f"{path} is of an unknown kind ({''.join(path.suffixes[-2:]) or 'no extension'})",
+        f"{path} has an unknown format ({''.join(path.suffixes[-2:]) or 'no extension'})",
         where=str(path),
         remedy=(f"unpack it: {unpack} {shlex.quote(str(path))}; " if unpack else "")
         + f"supported are: {', '.join(READERS.names())}; the text ones also as .gz",
@@ -62,33 +62,33 @@ def _ending(name: str) -> str:
     return Path(name.lower().removesuffix(".gz")).suffix
 
 
-@cache  # many files have one ending, and a look at all packages is slow; errors are not cached
+@cache  # many files share an extension, and searching all packages is slow; errors are not cached
 def _reader_of_ending(ending: str) -> type[FileReader]:
-    """Raises LookupError where no reader has this ending, and UserError where it cannot be imported."""
+    """The reader for an extension. Raises LookupError if there is none, and UserError if it cannot be imported."""
     if ending not in READERS:
         raise LookupError(ending)
     return find_class(READERS, FileReader, ending, "data")
 
 
 def is_empty(path: Path) -> bool:
-    """Whether a file has no bytes; False where it cannot be opened, or is a pipe: reading it will tell."""
-    try:  # files of /proc say that they have no bytes, and have some
+    """Whether a file has no bytes; False if it cannot be opened or is a pipe: reading it will tell."""
+    try:  # files in /proc report a size of 0, but have content
         return path.is_file() and path.stat().st_size == 0 and not path.read_bytes()
     except OSError:
         return False
 
 
 def check_contents(reader: Reader, key: str) -> None:
-    """See that the first bytes of the files are no other content than the reader reads. What cannot be opened passes:
-    reading it will tell.
+    """Check by their first bytes that the files contain what the reader reads. Files that cannot be opened pass:
+    reading them will report the error.
 
-    A page of HTML that is read as plain text may be meant: that is logged.
+    Reading an HTML page as plain text may be intended, and is only logged.
 
     Args:
         key: the setting that names the files.
 
     Raises:
-        UserError: a file holds something else.
+        UserError: a file contains something else.
     """
     for path in reader.checked_files:
         found = None
@@ -105,7 +105,7 @@ def check_contents(reader: Reader, key: str) -> None:
 
 
 def _content(path: Path) -> Content | None:
-    """What a file holds, once it is unpacked, where its name ends in ``.gz``; None for plain text and the like."""
+    """The content of a file, unpacked if its name ends in ``.gz``; None for plain text and the like."""
     found = content_of(path)
     if path.suffix.lower() != ".gz" or not path.is_file():
         return found
@@ -117,10 +117,10 @@ def _content(path: Path) -> Content | None:
 
 
 def find_files(item: str, key: str) -> list[Path]:
-    """The files that one item of the setting ``key`` names; those of a glob in the order of their names.
+    """The files that one item of the setting ``key`` names; those of a glob sorted by name.
 
     Raises:
-        UserError: there is none, or it is a folder.
+        UserError: there are none, or it is a folder.
     """
     path = Path(item)
     if path.is_dir():
@@ -147,8 +147,7 @@ def find_files(item: str, key: str) -> list[Path]:
 
 
 def find_text_file(item: str, key: str) -> Path:
-    """The one text file that a setting names, one of several parallel ones; its name may end in anything, as
-    ``train.de``.
+    """The text file that a setting names, one of several parallel ones, with any extension, such as ``train.de``.
 
     Raises:
         UserError: there is none.
@@ -168,7 +167,7 @@ def find_text_file(item: str, key: str) -> Path:
 
 
 def _check_folder(path: Path, key: str) -> None:
-    """Raises UserError where the folder that a file should be in does not exist."""
+    """Raise UserError if the folder of a file does not exist."""
     if not path.parent.is_dir():
         raise UserError(
             f"there is no file {path}: the folder {path.parent} does not exist",
@@ -190,5 +189,5 @@ def _missing(path: Path, key: str) -> UserError:
 
 
 def _start_of(path: Path) -> str:
-    """Where a relative path starts: a run may have been trained in another folder than this one."""
+    """The folder that a relative path starts from, as a run may have been trained in another folder."""
     return "" if path.is_absolute() else f"; a relative path starts at the folder {Path.cwd()}"

@@ -31,11 +31,11 @@ from drawbar.distributed.process_group import DataParallelRanks
 from drawbar.errors import UserError
 
 TOKEN_FIELDS = ("input_ids", "decoder_input_ids")
-"""Fields of a sample whose longest is its length in tokens."""
+"""Fields of a sample; the longest determines its length in tokens."""
 
 
 class Rows(Protocol):
-    """What a loader reads: rows by number, their lengths in tokens, and a digest of all of them."""
+    """The data of a loader: rows by number, their lengths in tokens, and a digest of all of them."""
 
     @property
     def samples(self) -> EncodedDataset: ...
@@ -47,11 +47,11 @@ class Rows(Protocol):
     def join(self) -> Join: ...
     def __len__(self) -> int: ...
     def read(self, index: int) -> list[Sample]:
-        """The samples of a row, as they were encoded."""
+        """The encoded samples of a row."""
 
 
 class SampleRows:
-    """One sample a row."""
+    """Rows of one sample each."""
 
     def __init__(self, samples: EncodedDataset) -> None:
         self.samples = samples
@@ -79,17 +79,17 @@ def raw_batch(rows: Rows, chosen: NDArray[np.int64], epoch: int) -> RawBatch:
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """Limits of a micro-batch: so many rows, and so many tokens, padding included (one row is always allowed)."""
+    """Limits of a micro-batch: rows, and tokens including padding (one row is always allowed)."""
 
     rows: int | None = None
     tokens: int | None = None
 
     def split(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """The rows in micro-batches, longest first, so that rows of similar length share one.
+        """Split rows into micro-batches, longest first, so that rows of similar length share one.
 
         Args:
-            rows: which rows, as indices into ``lengths``.
-            lengths: shape (all rows,): tokens of each.
+            rows: indices into ``lengths``.
+            lengths: shape (all rows,): number of tokens of each row.
         """
         decreasing = rows[np.argsort(-lengths[rows], kind="stable")]
         batches, start = [], 0
@@ -109,7 +109,7 @@ class DataPosition:
 
     epoch: int
     consumed: int
-    """Rows of this epoch that steps have used, over all ranks; less than the epoch's size."""
+    """Number of rows of this epoch consumed by steps, over all ranks; less than the epoch's size."""
     fingerprint: str
 
 
@@ -117,13 +117,13 @@ class Loader(ABC, Generic[Batch]):
     """Training batches for one rank, and their position."""
 
     steps_per_epoch: int | None
-    """Steps in an epoch; None where that is not known before it ends."""
+    """Number of steps in an epoch; None if not known before it ends."""
     position: Any
-    """Position in the data after the newest step."""
+    """Position in the data after the latest step."""
     tokens: int = 0
-    """Tokens of this rank in the newest step, unpadded (encoder–decoder: the longer side); without any, samples."""
+    """This rank's tokens in the latest step, without padding (encoder–decoder: the longer side); or else samples."""
     waited: float = 0.0
-    """Seconds that this rank waited for the batches of the newest step."""
+    """Seconds that this rank waited for the batches of the latest step."""
 
     def __init__(self, ranks: DataParallelRanks, micro_batch: MicroBatchSize, prefetcher: Prefetcher[Batch]) -> None:
         self.ranks = ranks
@@ -134,16 +134,17 @@ class Loader(ABC, Generic[Batch]):
 
     @property
     def counts_tokens(self) -> bool:
-        """False where the samples are known to have no tokens."""
+        """False if the samples are known to have no tokens."""
         return True
 
     @property
     @abstractmethod
     def epoch(self) -> float:
-        """Epochs consumed, fractions included where the length of one is known."""
+        """Number of epochs consumed, including fractions if the length of an epoch is known."""
 
     def steps(self, first: int, last: int) -> Iterator[tuple[int, list[MicroBatch[Batch]]]]:
-        """(step, this rank's micro-batches) for the steps after ``first``, up to and with ``last``, across epochs."""
+        """Yield (step, this rank's micro-batches) for the steps after ``first`` up to and including ``last``, across
+        epochs."""
         self._plan_from(self.position)
         self._before_newest = self.position
         for step, prepared in self.prefetcher.steps(self._plan, first, last):
@@ -153,14 +154,14 @@ class Loader(ABC, Generic[Batch]):
             self._before_newest = self.position
 
     def undo_step(self) -> None:
-        """Undo the newest step, which was not trained (or whose batches failed): restore the position before it, and
-        the host's random generators, from which a user's augment or collate may have drawn."""
+        """Undo the latest step, which was not trained or whose batches failed: restore the position before it, and the
+        host's random generators, from which a user's augment or collate may have drawn."""
         self.position = self._before_newest
         self.prefetcher.restore_generators()
 
     def _max_over_ranks(self, micro_batches: int) -> int:
-        """Collective: the number of micro-batches of the rank that has most; the others add padding micro-batches up to
-        it. Waiting here for a rank that still trains does not count as waiting for batches."""
+        """The largest number of micro-batches of any rank; the others add padding micro-batches up to it. Collective.
+        Waiting here for a rank that is still training does not count as waiting for batches."""
         began = time.perf_counter()
         most = self.ranks.max(micro_batches)
         self._waited_for_ranks += time.perf_counter() - began
@@ -168,15 +169,15 @@ class Loader(ABC, Generic[Batch]):
 
     @abstractmethod
     def _plan_from(self, position: Any) -> None:
-        """Let the next ``_plan`` be for the step after this position."""
+        """Make the next ``_plan`` be for the step after this position."""
 
     @abstractmethod
     def _plan(self, may_defer_error: bool) -> StepPlan | None:
-        """What ``Prefetcher.steps`` calls to plan the next step.
+        """Plan the next step; called by ``Prefetcher.steps``.
 
         Args:
-            may_defer_error: whether an earlier step is still to be trained. If so, the result may be None in place of
-                an error: it is called again after that step.
+            may_defer_error: whether an earlier step is still to be trained. If so, it may return None instead of
+                raising an error, and is called again after that step.
 
         Raises:
             OtherRankFailed: another rank cannot plan the step.
@@ -184,15 +185,15 @@ class Loader(ABC, Generic[Batch]):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """The position as plain values; every rank calls it. In the body of a loop over ``steps``, that loop's step
-        counts as consumed."""
+        """The position as plain values. Collective. In the body of a loop over ``steps``, that loop's step counts as
+        consumed."""
 
     @abstractmethod
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position.
+        """Continue from a saved position.
 
         Raises:
-            UserError: the data is not what the position was saved with.
+            UserError: the data differ from those that the position was saved with.
         """
 
     def close(self) -> None:
@@ -226,15 +227,15 @@ def check_fingerprint(saved: str, now: str) -> None:
 class TrainLoader(Loader[Batch]):
     """The micro-batches of each step for one rank, from rows that can be read in any order.
 
-    The last global batch of an epoch may be smaller: none of the sampler's places is dropped, repeated or carried over.
+    The last global batch of an epoch may be smaller: no row of the sampler is dropped, repeated or carried over.
 
     Args:
         rows: the data.
-        sampler: which row stands where in an epoch.
-        global_batch: rows in a step, over all ranks.
+        sampler: the order of the rows in an epoch.
+        global_batch: rows per step, over all ranks.
         ranks: the data-parallel ranks.
-        micro_batch: most that one forward takes.
-        prefetcher: makes the batches.
+        micro_batch: maximum size of one forward.
+        prefetcher: builds the batches.
     """
 
     position: DataPosition
@@ -278,7 +279,7 @@ class TrainLoader(Loader[Batch]):
         self._planned = position
 
     def _plan(self, may_defer_error: bool) -> StepPlan:
-        """This rank's share of the next global batch: it looks up no other rows, as a step may have thousands."""
+        """This rank's share of the next global batch. Looks up no other rows, as a step may have thousands."""
         epoch, start = self._planned.epoch, self._planned.consumed
         stop = min(start + self.global_batch, self.sampler.size)
         at_end = stop == self.sampler.size
@@ -300,11 +301,11 @@ class TrainLoader(Loader[Batch]):
         return StepPlan(micro_batches, int(lengths.sum()), after=self._planned)
 
     def _most_micro_batches(self, own: int, size: int) -> int:
-        """The micro-batches of the rank that has most. Collective operations run once a micro-batch, so a rank that ran
-        fewer would leave the others waiting: it runs padding micro-batches.
+        """The largest number of micro-batches of any rank. Collectives run once per micro-batch, so a rank with fewer
+        must run padding micro-batches, or the others would hang.
 
         Args:
-            own: this rank's.
+            own: this rank's number of micro-batches.
             size: rows of the step.
         """
         if self.micro_batch.tokens is not None:
@@ -314,13 +315,13 @@ class TrainLoader(Loader[Batch]):
 
 
 class EvalLoader(Generic[Batch]):
-    """Every row once over all ranks. Which rows share a batch does not depend on the number of ranks.
+    """Loads every row exactly once over all ranks. Which rows share a batch is independent of the number of ranks.
 
-    Batches go to ranks round-robin, equally many to each. ``len`` is this rank's number of micro-batches, the padding
-    ones included.
+    Batches are distributed round-robin, the same number to each rank. ``len`` is this rank's number of micro-batches,
+    including padding ones.
 
     Args:
-        dp_rank, dp_size: this data-parallel rank, and how many there are.
+        dp_rank, dp_size: this data-parallel rank, and the number of data-parallel ranks.
         rows, micro_batch, collate, augment: as for ``TrainLoader`` and ``BatchMaker``.
     """
 

@@ -1,4 +1,4 @@
-"""Packing: several samples in one row, without loss and without one seeing another."""
+"""Packing: several samples per row, without dropping any and without attention between them."""
 
 import bisect
 import hashlib
@@ -26,12 +26,12 @@ CACHED_FROM = 2**16
 
 @dataclass(frozen=True)
 class Plan:
-    """Which samples each row holds: ascending in a row; the rows of a source are sorted by their first sample."""
+    """The samples of each row, in ascending order; the rows of a source are sorted by their first sample."""
 
     samples: Values
-    """Sample numbers, row after row."""
+    """Sample numbers, row by row."""
     ends: Values
-    """Shape (rows,): where each row's samples end."""
+    """Shape (rows,): the end of each row's samples."""
     lengths: Values | None = None
     """Only for a plan from the cache: what ``row_lengths`` returned before it was cached."""
     digest_of: Mapping[str, str] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Plan:
         return self.samples[ends[0] if row else 0 : ends[-1]]
 
     def blocks(self) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
-        """Some rows at a time: their samples, row after row, and how many each row has."""
+        """Some rows at a time: their samples, row by row, and the number of samples in each row."""
         first = 0
         while first < len(self):
             begin = int(self.ends[first - 1 : first][0]) if first else 0
@@ -56,7 +56,7 @@ class Plan:
             first = last
 
     def row_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Shape (rows,): the lengths of each row's samples together."""
+        """Shape (rows,): the total length of each row's samples."""
         sums = [
             np.add.reduceat(lengths[samples], np.cumsum(counts) - counts, dtype=np.int64)
             for samples, counts in self.blocks()
@@ -77,7 +77,7 @@ def plan_sources(lengths: NDArray[np.int64], sizes: Sequence[int], capacity: int
     """A plan in which no row holds samples of two sources, and the number of rows of each source. See ``plan_rows``.
 
     Args:
-        sizes: how many samples each source has; the samples of a source are consecutive.
+        sizes: number of samples of each source; the samples of a source are consecutive.
     """
     samples = np.empty(len(lengths), _number_type(len(lengths)))
     ends, rows, first = [], list[int](), 0
@@ -106,8 +106,8 @@ def cached_plan_of_sources(
     is not held in memory.
 
     Args:
-        lengths: not called where the plan is cached.
-        of_samples, placement: what the lengths follow from: the samples' fingerprint, and where their labels sit.
+        lengths: not called if the plan is cached.
+        of_samples, placement: what determines the lengths: the samples' fingerprint, and the placement of labels.
         cache, timeout: see ``load_or_create``.
     """
 
@@ -134,7 +134,7 @@ def cached_plan_of_sources(
     }
     try:
         return load_or_create(cache, NAME, inputs, write=write, read=read, progress=None, timeout=timeout, eager=True)
-    except UserError as error:  # such as a folder that can only be read
+    except UserError as error:  # such as a read-only folder
         logger.warning("the plan of the rows is not kept, and every process makes it: %s", error.what)
         return plan_sources(lengths(), sizes, capacity, seed)
 
@@ -142,14 +142,14 @@ def cached_plan_of_sources(
 def plan_rows(lengths: NDArray[np.int64], capacity: int, seed: int) -> Plan:
     """Which samples share a row: best-fit decreasing bin packing (Johnson 1973).
 
-    The longest samples are placed first, each into the fullest row that still has room for it; that needs at most
-    11/9 of the fewest possible rows, plus a constant. The seed decides which of several equally long samples comes
-    first, and so which samples meet. The plan depends on the arguments alone. Planning holds about four numbers
-    for each sample in memory.
+    The longest samples are placed first, each into the fullest row that still has room for it; that needs at most 11/9
+    of the minimum number of rows, plus a constant. The seed determines the order of equally long samples, and so which
+    samples share a row. The plan depends only on the arguments. Planning needs memory for about four numbers per
+    sample.
 
     Args:
-        lengths: shape (samples,), tokens in each sample.
-        capacity: tokens that a row can hold.
+        lengths: shape (samples,): number of tokens in each sample.
+        capacity: maximum number of tokens in a row.
         seed: 0 <= seed < 2**64.
 
     Raises:
@@ -160,7 +160,7 @@ def plan_rows(lengths: NDArray[np.int64], capacity: int, seed: int) -> Plan:
         raise UserError(
             f"sample {sample} is {lengths[sample]} tokens long; a packed row holds {capacity}",
             where="data.sequence_length",
-            remedy="raise data.sequence_length, or cut long samples in the task's encode",
+            remedy="raise data.sequence_length, or truncate long samples in the task's encode",
         )
     counts = np.bincount(lengths, minlength=1)
     packs, pack_of = _best_fit(counts, capacity)
@@ -174,7 +174,7 @@ def _number_type(count: int) -> np.dtype[Any]:
 
 
 def _longest_first(lengths: NDArray[np.int64], counts: NDArray[np.int64], seed: int) -> NDArray[Any]:
-    """The samples by falling length, equally long ones in an order that the seed decides."""
+    """The samples by decreasing length; the seed determines the order of equally long ones."""
     size = len(lengths)
     found = np.empty(size, _number_type(size))
     next_places = np.cumsum(counts[::-1])[::-1] - counts
@@ -185,12 +185,12 @@ def _longest_first(lengths: NDArray[np.int64], counts: NDArray[np.int64], seed: 
 
 
 def _best_fit(counts: NDArray[np.int64], capacity: int) -> tuple[int, NDArray[Any]]:
-    """How many packs there are, and the pack of each sample, longest first. A pack is a row before the rows have their
-    order; they are numbered as they were begun. All samples of a length are placed together: a pack that gets one of
-    them is then the fullest with room, and gets more until it is full.
+    """The number of packs, and the pack of each sample, longest first. A pack is a row before the rows are sorted;
+    packs are numbered in order of creation. All samples of a length are placed together: a pack that gets one of them
+    is then the fullest with room, and gets more until it is full.
 
     Args:
-        counts: samples of each length.
+        counts: number of samples of each length.
     """
     pack_of = np.empty(int(counts.sum()), _number_type(int(counts.sum())))
     packs_by_free: dict[int, list[NDArray[Any]]] = {}  # free tokens → packs with exactly that many, the newest last
@@ -224,7 +224,7 @@ def _best_fit(counts: NDArray[np.int64], capacity: int) -> tuple[int, NDArray[An
 
 
 def _pop(stack: list[NDArray[Any]], count: int) -> NDArray[Any]:
-    """Take so many off a stack, or all that there are; the newest first."""
+    """Pop up to this many items off a stack, newest first."""
     taken = []
     while stack and count:
         part = stack.pop()
@@ -237,7 +237,7 @@ def _pop(stack: list[NDArray[Any]], count: int) -> NDArray[Any]:
 
 
 def _rows(pack_of: NDArray[Any], packs: int) -> Plan:
-    """The plan, from the pack of each sample: its rows are the packs, sorted by their first samples."""
+    """The plan from the pack of each sample: its rows are the packs, sorted by their first samples."""
     size = len(pack_of)
     first_of = np.empty(packs, pack_of.dtype)
     for end in range(size, 0, -BLOCK_VALUES):
@@ -259,7 +259,7 @@ def _scatter(numbers: NDArray[Any], groups: NDArray[Any], into: NDArray[Any], ne
     """Append each number to its group's section of ``into`` (one pass of a counting sort).
 
     Args:
-        groups: of each number.
+        groups: the group of each number.
         next_places: the index in ``into`` of each group's next number; advanced in place.
     """
     by_group = np.argsort(groups, kind="stable")
@@ -271,15 +271,15 @@ def _scatter(numbers: NDArray[Any], groups: NDArray[Any], into: NDArray[Any], ne
     next_places[ordered[begins]] += counts
 
 
-IGNORED_LABEL = -100  # what Hugging Face models and torch's cross_entropy leave out of the loss
+IGNORED_LABEL = -100  # ignored in the loss by Hugging Face models and torch's cross_entropy
 
 CHECKED_TOGETHER = 1 << 16
-"""Samples whose lengths are in memory at a time while they are checked."""
+"""Number of samples whose lengths are in memory at a time during checks."""
 
 LabelPlacement = Literal["next_token", "token", "sample", "decoder"]
-"""Where the ``labels`` of a sample sit. ``next_token``: one under each token, and the loss shifts them by one, as in
-causal language models; ``token``: one for each token, not shifted; ``sample``: one, of any shape, for the whole
-sample; ``decoder``: a sequence of their own, beside ``decoder_input_ids``."""
+"""The placement of a sample's ``labels``. ``next_token``: one per token, which the loss shifts by one, as in causal
+language models; ``token``: one per token, not shifted; ``sample``: one, of any shape, for the whole sample;
+``decoder``: a separate sequence, aligned with ``decoder_input_ids``."""
 
 
 class PackedRows:
@@ -287,11 +287,11 @@ class PackedRows:
 
     Args:
         samples: the samples.
-        plan: which of them each row holds.
+        plan: the samples of each row.
         placement: see :data:`LabelPlacement`.
 
     Raises:
-        UserError: the samples cannot be laid end to end.
+        UserError: the samples cannot be concatenated.
     """
 
     def __init__(self, samples: EncodedDataset, plan: Plan, placement: LabelPlacement) -> None:
@@ -312,7 +312,7 @@ class PackedRows:
 
 
 def packed_lengths(samples: EncodedDataset, placement: LabelPlacement) -> NDArray[np.int64]:
-    """Shape (samples,): the tokens that each sample takes in a row; for ``decoder``, the longer of input and labels."""
+    """Shape (samples,): number of tokens of each sample in a row; for ``decoder``, the longer of input and labels."""
     if placement == "decoder" and "labels" in samples.fields:
         return samples.stored_lengths("input_ids", "labels")[:]
     return samples.lengths
@@ -320,22 +320,22 @@ def packed_lengths(samples: EncodedDataset, placement: LabelPlacement) -> NDArra
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How the fields of several samples are laid into one row."""
+    """How the fields of several samples are combined into one row."""
 
     placement: LabelPlacement
     per_token: tuple[str, ...]
-    """Fields with one value for each of the ``input_ids``."""
+    """Fields with one value per item of ``input_ids``."""
     per_target: tuple[str, ...]
-    """Fields with one value for each of a decoder's ``labels``."""
+    """Fields with one value per item of a decoder's ``labels``."""
     per_sample: tuple[str, ...]
-    """Fields with one value, of any shape, for each sample."""
+    """Fields with one value, of any shape, per sample."""
 
     @classmethod
     def of(cls, samples: EncodedDataset, placement: LabelPlacement) -> "RowLayout":
         """The layout of these samples.
 
         Raises:
-            UserError: they have no tokens, or a field that fits neither tokens nor samples.
+            UserError: they have no tokens, or a field that is neither per token nor per sample.
         """
         if samples.fields.get("input_ids") != "array":
             raise _cannot_pack("they have no input_ids")
@@ -370,14 +370,14 @@ class RowLayout:
         return cls(placement, *(tuple(group) for group in groups.values()))
 
     def join(self, samples: list[Sample]) -> Sample:
-        """One row of several samples, laid end to end.
+        """Concatenate several samples into one row.
 
-        ``position_ids`` start again at 0 in each sample, and ``segment_ids`` (0, 1, 2, …) say which sample a token
-        belongs to: attention must not cross from one into another; ``decoder_segment_ids`` do the same for targets.
-        ``ids`` and every field per sample become lists, with one item a sample.
+        ``position_ids`` restart at 0 in each sample, and ``segment_ids`` (0, 1, 2, …) give the sample of each token,
+        since attention must not cross samples; ``decoder_segment_ids`` do the same for targets. ``ids`` and all
+        per-sample fields become lists, with one item per sample.
 
         Raises:
-            UserError: the samples have a field that the layout does not place.
+            UserError: the samples have a field that the layout does not know.
         """
         known = {*self.per_token, *self.per_target, *self.per_sample, "attention_mask", *RESERVED_FIELDS}
         if added := samples[0].keys() - known:
@@ -389,9 +389,9 @@ class RowLayout:
             row[name] = [sample[name] for sample in samples]
         lengths = [len(sample["input_ids"]) for sample in samples]
         if self.placement == "next_token" and "labels" in row:
-            # the loss shifts labels by one: the first of a sample would be predicted from the sample before
+            # the loss shifts labels by one: a sample's first label would be predicted from the previous sample
             row["labels"][np.cumsum([0, *lengths[:-1]])] = IGNORED_LABEL
-        if "position_ids" not in row:  # a task may give its own position_ids, which stay
+        if "position_ids" not in row:  # a task may provide its own position_ids
             row["position_ids"] = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
         row["segment_ids"] = np.repeat(np.arange(len(samples), dtype=np.int32), lengths)
         if self.placement == "decoder":
@@ -401,7 +401,7 @@ class RowLayout:
 
 
 def _check_lengths(samples: EncodedDataset, name: str, base: str, units: str) -> None:
-    """Refuse to pack where a field has not as many values as another, in any sample."""
+    """Refuse to pack if a field has a different number of values than another in any sample."""
     found, expected = samples.stored_lengths(name), samples.stored_lengths(base)
     for first in range(0, len(samples), CHECKED_TOGETHER) if name != base else ():
         part = slice(first, first + CHECKED_TOGETHER)
@@ -422,12 +422,12 @@ def _cannot_pack(what: str) -> UserError:
 def split_tokens(tokens: NDArray[Any], length: int) -> list[NDArray[Any]]:
     """Windows of a long document, for language modelling.
 
-    The last token of a window is also the first of the next, as context alone: so every token but the document's first
-    is predicted exactly once. A document of fewer than two tokens has nothing to predict, and gives no window.
+    The last token of a window is also the first of the next, only as context, so every token except the document's
+    first is predicted exactly once. A document of fewer than two tokens has nothing to predict, and gives no window.
 
     Args:
         tokens: shape (tokens,).
-        length: tokens in a window, at least 2.
+        length: number of tokens in a window, at least 2.
 
     Returns:
         Views of ``tokens``, each of shape (2..length,).

@@ -1,4 +1,4 @@
-"""``Prefetcher``: makes batches ahead of training, in a thread of this process or in worker processes."""
+"""``Prefetcher``: builds batches ahead of training, in a thread of this process or in worker processes."""
 
 import io
 import pickle
@@ -31,14 +31,14 @@ Join = Callable[[list[Sample]], Sample]
 
 ACTIVITY = "preparing batches"
 LOG_SECONDS = 60.0
-"""How often the log says that training waits for its batches."""
+"""Seconds between log lines about training waiting for its batches."""
 CLOSE_SECONDS = 60.0
-"""The longest wait for the micro-batch that is being made when training ends."""
+"""Maximum wait for the micro-batch being built when training ends."""
 
 
 @dataclass(frozen=True)
 class RawRow:
-    """The samples of a row as they were encoded."""
+    """The encoded samples of a row."""
 
     samples: list[Sample]
     join: Join
@@ -46,7 +46,7 @@ class RawRow:
 
 @dataclass(frozen=True)
 class RawBatch:
-    """The rows of a micro-batch: what is read in this process, and may be sent to a worker."""
+    """The rows of a micro-batch, read in this process and possibly sent to a worker."""
 
     rows: list[RawRow]
     epoch: int
@@ -59,8 +59,8 @@ def unchanged(sample: Sample, epoch: int) -> Sample:
 
 @dataclass(frozen=True)
 class BatchMaker(Generic[Batch]):
-    """Makes a batch from raw rows: augment, join and collate. It can run in another process, and pickles if its members
-    do."""
+    """Builds a batch from raw rows: augment, join and collate. Can run in another process; picklable if its members
+    are."""
 
     collate: Collate[Batch]
     augment: Augment = unchanged
@@ -74,7 +74,7 @@ class BatchMaker(Generic[Batch]):
 
 @dataclass(frozen=True)
 class PlannedMicroBatch:
-    """Which rows a micro-batch has; they are not read yet."""
+    """The rows of a micro-batch that are not read yet."""
 
     read: Callable[[], RawBatch]
     """May be called in another thread."""
@@ -87,17 +87,17 @@ class MicroBatch(Generic[Batch]):
 
     batch: Batch
     is_padding: bool = False
-    """Whether a rank runs this only because it has no rows left and others have; its loss is left out."""
+    """Whether a rank runs this only because it has no rows left while others do; its loss is ignored."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one rank computes in a step, the tokens of its own share, and the position after the step."""
+    """One rank's micro-batches in a step, the tokens of its share, and the position after the step."""
 
     micro_batches: list[PlannedMicroBatch]
     tokens: int
     after: Any
-    """The loader's position once this step is made."""
+    """The loader's position after this step."""
 
 
 @dataclass(frozen=True)
@@ -105,28 +105,27 @@ class PreparedStep(Generic[Batch]):
     plan: StepPlan
     micro_batches: list[MicroBatch[Batch]]
     waited: float
-    """Seconds for which training waited for this step's batches."""
+    """Seconds that training waited for this step's batches."""
 
 
 class Prefetcher(Generic[Batch]):
-    """Makes the batches of the next steps while a step is trained. A thread reads the samples of a micro-batch, and
-    makes the batch itself or, with ``workers``, sends them to a worker process. The batch is the same either way. Whole
-    steps are prefetched until they have two micro-batches or more for each worker (without workers, two or more), which
-    bounds the memory.
+    """Builds the batches of the next steps while a step is trained. A thread reads the samples of a micro-batch, and
+    builds the batch itself or, with ``workers``, sends them to a worker process. The batch is the same either way. To
+    bound memory, whole steps are prefetched only until there are at least two micro-batches per worker (without
+    workers, at least two).
 
-    A user's augment and collate may draw from the generators of Python, NumPy or torch, which checkpoints hold and
-    dropout uses. In another thread of this process they would do so at any moment: so without ``workers``, callers give
-    ``prefetch=False`` where augment or collate is a user's. With ``workers`` each batch is made in the training thread,
-    when its step is due, until a worker has started. The first batch that any worker makes is also made in this
-    process: if the two differ, or a worker fails later or draws from such a generator, nothing is made ahead from then
-    on.
+    A user's augment and collate may draw from the generators of Python, NumPy or torch, which checkpoints store and
+    dropout uses. In another thread of this process, they would do so at arbitrary times. So without ``workers``,
+    callers pass ``prefetch=False`` if augment or collate is user-defined. With ``workers``, each batch is built in the
+    training thread, when its step is due, until a worker has started. The first batch built by any worker is also built
+    in this process: if the two differ, or a worker later fails or draws from such a generator, prefetching stops.
 
     Args:
-        maker: what makes a batch.
-        prefetch: False to make each batch only when its step is due.
-        workers: how many make batches; 0 for none besides this one.
-        finish: called in this process with each batch that was made ahead, such as to pin its memory.
-        timeout: longest wait for a process, in seconds.
+        maker: builds a batch.
+        prefetch: False to build each batch only when its step is due.
+        workers: number of worker processes; 0 to use only this process.
+        finish: called in this process with each prefetched batch, for example to pin its memory.
+        timeout: maximum wait for a process, in seconds.
     """
 
     def __init__(
@@ -144,28 +143,28 @@ class Prefetcher(Generic[Batch]):
         self._timeout = timeout
         self._prefetch_count = 2 * max(1, workers) if prefetch else 0
         self._is_deferred = not prefetch
-        """Whether each batch is made only when its step is due."""
+        """Whether each batch is built only when its step is due."""
         self._is_compared = False
-        """Whether the first batch of all workers has been compared with the same batch made in this process."""
+        """Whether the workers' first batch has been compared with the same batch built in this process."""
         self._preparer: _Preparer[Batch] | None = None
         self._restore_generators: Callable[[], None] | None = None
-        """Undoes the newest step's random draws; None if none of its batches was made in the training thread."""
+        """Undoes the latest step's random draws; None if none of its batches was built in the training thread."""
 
     def steps(
         self, plan: Callable[[bool], StepPlan | None], first: int, last: int
     ) -> Iterator[tuple[int, PreparedStep[Batch]]]:
-        """(step, its batches) for the steps after ``first``, up to and with ``last``.
+        """Yield (step, its batches) for the steps after ``first``, up to and including ``last``.
 
         Args:
-            plan: plans the next step, in this thread; it may wait for other ranks, which all plan at the same
-                moments. Its argument says whether an earlier step is still to be trained. If so, it may return None
-                instead of raising an error: it is called again after that step, and raises at the step that fails.
+            plan: plans the next step, in this thread; may wait for other ranks, which plan at the same points. Its
+                argument is whether an earlier step is still to be trained. If so, it may return None instead of raising
+                an error, and is called again after that step, so that it raises at the step that fails.
         """
         planned = deque[tuple[StepPlan, list[Callable[[], Batch]]]]()
         try:
             for step in range(first + 1, last + 1):
                 began = time.perf_counter()
-                self._restore_generators = None  # if planning fails, the draws of the step before must stay
+                self._restore_generators = None  # if planning fails, keep the draws of the previous step
                 while step + len(planned) <= last and (
                     not planned or self._count_prefetched(planned) < self._prefetch_count
                 ):
@@ -186,7 +185,7 @@ class Prefetcher(Generic[Batch]):
         return sum(len(results) for _, results in planned) - len(planned[0][1])
 
     def _start_step(self, plan: StepPlan) -> list[Callable[[], Batch]]:
-        """Start making the batches of a step; each returned function waits for one batch, or makes it."""
+        """Start building the batches of a step; each returned function waits for one batch, or builds it."""
         reads = [micro.read for micro in plan.micro_batches]
         preparer = self._started_preparer()
         if preparer is None:
@@ -198,12 +197,12 @@ class Prefetcher(Generic[Batch]):
         return self._maker(read())
 
     def restore_generators(self) -> None:
-        """Restore the host's random generators to their state before the newest step's batches were made."""
+        """Restore the host's random generators to their state before the latest step's batches were built."""
         if self._restore_generators is not None:
             self._restore_generators()
 
     def _started_preparer(self) -> "_Preparer[Batch] | None":
-        """The preparer of batches; None as long as no batch is made ahead."""
+        """The preparer of batches; None while there is no prefetching."""
         if self._preparer is None and not self._is_deferred:
             function = pickled(_WorkerMaker(self._maker), ACTIVITY) if self._workers else None
             if self._workers and function is None:
@@ -214,13 +213,13 @@ class Prefetcher(Generic[Batch]):
         return self._preparer if self._preparer is not None and self._preparer.has_started else None
 
     def _result_or_made_here(self, read: Callable[[], RawBatch], future: Future[Batch]) -> Batch:
-        """Wait for a batch; make it in this process if a worker failed."""
+        """Wait for a batch; build it in this process if a worker failed."""
         if self._preparer is None:
             return self._make(read)
         failure: str | None = None
         try:
             batch = self._preparer.result(future)
-        except Exception as error:  # noqa: BLE001 - if it comes up in this process, too, _make raises it
+        except Exception as error:  # noqa: BLE001 - if it also occurs in this process, _make raises it
             batch, failure = self._make(read), str(error)
         if failure is None and self._workers and not self._is_compared:
             given, batch, self._is_compared = batch, self._make(read), True
@@ -236,8 +235,8 @@ class Prefetcher(Generic[Batch]):
         return batch
 
     def close(self) -> None:
-        """End the thread and the workers. The end of ``steps`` does so, too, but late where an exception's traceback
-        keeps the generator alive. Batches that were made ahead are lost; positions do not count them."""
+        """End the thread and the workers. The end of ``steps`` also does so, but late if an exception's traceback keeps
+        the generator alive. Prefetched batches are discarded; positions do not count them."""
         if self._preparer is not None:
             self._preparer.close()
             self._preparer = None
@@ -248,8 +247,7 @@ def _as_it_is(batch: Batch) -> Batch:
 
 
 class _Preparer(Generic[Batch]):
-    """A thread that makes batches in the order in which they were asked for, or has them made in the workers of a
-    pool."""
+    """A thread that builds batches in the order of the requests, or has them built in a worker pool."""
 
     def __init__(
         self, make: Callable[[RawBatch], Batch], finish: Callable[[Batch], Batch], pool: WorkerPool | None
@@ -269,7 +267,7 @@ class _Preparer(Generic[Batch]):
 
     @property
     def has_started(self) -> bool:
-        """Whether a batch can be begun at once: with workers, once the first has started, which takes seconds."""
+        """Whether a batch can be started at once: with workers, once the first has started, which takes seconds."""
         return self._pool is None or any(started.done() for started in self._started)
 
     def submit(self, read: Callable[[], RawBatch]) -> Future[Batch]:
@@ -278,11 +276,11 @@ class _Preparer(Generic[Batch]):
         return future
 
     def result(self, future: Future[Batch]) -> Batch:
-        """The batch, or the error that came up in making it.
+        """Wait for a batch; raises the error that occurred while building it.
 
         Raises:
-            WorkerFailed: making it failed in a process.
-            UserError: a process died, or gave no result in time.
+            WorkerFailed: building it failed in a process.
+            UserError: a process died, or returned no result in time.
         """
         if self._pool is not None:
             return cast(Batch, self._pool.result(future))
@@ -301,8 +299,8 @@ class _Preparer(Generic[Batch]):
             self._pool.close()
 
     def _run(self) -> None:
-        torch.set_num_threads(1)  # for this thread alone: the other cores are for the step
-        torch.get_num_threads()  # without this, the first operation would take the number that any thread set last
+        torch.set_num_threads(1)  # for this thread only: the other cores are for the step
+        torch.get_num_threads()  # otherwise the first operation would use the number that any thread set last
         self._is_single_threaded.set()
         while (asked := self._queue.get()) is not None:
             read, future = asked
@@ -329,10 +327,10 @@ class _Preparer(Generic[Batch]):
 
 @dataclass(frozen=True)
 class _WorkerMaker(Generic[Batch]):
-    """Makes batches in a worker process, and returns them pickled.
+    """Builds batches in a worker process, and returns them pickled.
 
     Raises:
-        WorkerFailed: making the batch failed, or drew random numbers that would differ from process to process.
+        WorkerFailed: building the batch failed, or drew random numbers that would differ between processes.
     """
 
     make: BatchMaker[Batch]
@@ -356,8 +354,8 @@ class _WorkerMaker(Generic[Batch]):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a tensor's values as plain bytes. Torch sends tensors between workers in shared memory, of
-    which containers have little, and which a killed process leaves behind."""
+    """Pickles a tensor's values as plain bytes. torch would send tensors between workers in shared memory, which is
+    small in containers, and left behind by killed processes."""
 
     def reducer_override(self, found: Any) -> Any:
         if type(found) is not torch.Tensor or found.device.type != "cpu" or not found.is_contiguous():
@@ -371,7 +369,7 @@ def _tensor(values: bytearray, dtype: torch.dtype, shape: torch.Size) -> torch.T
 
 
 class _ValuesPickler(pickle.Pickler):
-    """Gives equal bytes for equal values, whatever objects hold them, and however tensors lie in memory."""
+    """Gives equal bytes for equal values, regardless of object identity and of the tensors' memory layout."""
 
     def reducer_override(self, found: Any) -> Any:
         if not isinstance(found, torch.Tensor):

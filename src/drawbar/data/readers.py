@@ -19,7 +19,7 @@ Record = dict[str, Any]
 
 
 class BadRecord(UserError):
-    """One record that cannot be read; those after it can. ``data.on_bad_record=skip`` leaves it out."""
+    """A record that cannot be read, while those after it can. ``data.on_bad_record=skip`` skips it."""
 
 
 class RawRecord(NamedTuple):
@@ -34,30 +34,30 @@ class RawRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader(ABC):
-    """Reads one file, or several side by side. Its methods call a ``RawRecord`` a unit.
+    """Reads one file, or several in parallel. Its methods call a ``RawRecord`` a unit.
 
     Subclasses are frozen dataclasses: their fields are their settings.
     """
 
     no_records: ClassVar[str] = "it holds only blank lines"
-    """Why a file that is not empty has none, for the message."""
+    """Why a non-empty file has no records, for the message."""
     holds: ClassVar[frozenset[str] | None] = None
-    """Of the kinds of content that are known by their first bytes (``util.file_content``), those that its files may
-    have; None for all but pointers."""
+    """The kinds of content, recognized by their first bytes (``util.file_content``), that its files may have; None for
+    all except pointers."""
 
     @property
     @abstractmethod
     def files(self) -> list[Path]:
-        """Every file that is read."""
+        """All files that it reads."""
 
     @property
     def checked_files(self) -> list[Path]:
-        """The files whose first bytes are looked at before they are read."""
+        """The files whose first bytes are checked before they are read."""
         return self.files
 
     @abstractmethod
     def units(self) -> Iterator[RawRecord]:
-        """All raw records, in the order of the file; each is valid until the next one is asked for.
+        """All raw records, in file order; each is valid until the next one is requested.
 
         Raises:
             UserError: the file as a whole cannot be read.
@@ -68,7 +68,7 @@ class Reader(ABC):
         """The record of one of this reader's units. Raises ``BadRecord``."""
 
     def class_names(self, column: str) -> list[str] | None:
-        """The names of all classes of a column, in the order of their numbers; None where the file does not say."""
+        """The names of all classes of a column, in the order of their numbers; None if the file does not have them."""
         return None
 
     def where(self, unit: RawRecord) -> str:
@@ -76,7 +76,7 @@ class Reader(ABC):
         return str(unit.path) if unit.line is None else f"{unit.path}:{unit.line}"
 
     def content(self, unit: RawRecord) -> bytes:
-        """The record as bytes that are the same wherever and in whatever order records are stored."""
+        """The record as bytes that do not depend on where and in what order records are stored."""
         if isinstance(unit.raw, bytes):
             return unit.raw
         try:
@@ -86,7 +86,7 @@ class Reader(ABC):
         return json.dumps(record, sort_keys=True, default=str).encode()
 
     def settings(self) -> list[str]:
-        """Everything besides the bytes of the files that decides what records come out."""
+        """Everything that determines the records, besides the contents of the files."""
         names = [field.name for field in fields(self) if field.name not in ("path", "paths")]
         return [type(self).__name__, *(f"{name}={getattr(self, name)!r}" for name in names)]
 
@@ -102,19 +102,19 @@ class Reader(ABC):
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """What the configuration says of how files are read; a reader takes what concerns it."""
+    """The configuration's options for reading files; a reader uses those that apply to it."""
 
     sample_by: Literal["line", "paragraph", "document"] = "line"
     """``data.sample_by``: what one record of a text file is."""
     columns: tuple[str, ...] | None = None
-    """``columns``: names of the columns of a table without a header."""
+    """``columns``: column names of a table without a header."""
     separator: str = ","
-    """``separator``: what stands between the fields of a ``.csv`` file."""
+    """``separator``: field separator of ``.csv`` files."""
 
 
 @dataclass(frozen=True)
 class FileReader(Reader):
-    """Reads one file. The ending of the file's name, or the setting ``reader``, selects the subclass."""
+    """Reads one file. The file's extension, or the setting ``reader``, selects the subclass."""
 
     path: Path
     is_text: ClassVar[bool] = False
@@ -147,9 +147,9 @@ READERS: Registry[type[FileReader]] = Registry(
         ".arrow": "drawbar.data.arrow:ArrowFile",
     },
 )
-"""Readers by the end of a file's name, such as ``.csv``."""
+"""Readers by file extension, such as ``.csv``."""
 
 
 def open_binary(path: Path) -> IO[bytes]:
-    """A file, decompressed where its name ends in ``.gz``."""
+    """Open a file, decompressing it if its name ends in ``.gz``."""
     return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]

@@ -1,8 +1,8 @@
-"""Which row comes at which position of an epoch: a pure function, so that any process can start anywhere.
+"""The row at each position of an epoch, as a pure function, so that any process can start anywhere.
 
-A shuffled epoch is a pseudo-random permutation that needs no memory:
-``order(seed, epoch, index, size)`` says which sample stands at a place of an epoch. It depends on nothing else, so
-any number of processes, started at any step, agree on it without talking to one another.
+A shuffled epoch is a pseudo-random permutation that needs no memory: ``order(seed, epoch, index, size)`` is the sample
+at a position of an epoch. It depends on nothing else, so any number of processes, started at any step, agree on it
+without communication.
 """
 
 from abc import ABC, abstractmethod
@@ -14,28 +14,28 @@ from numpy.typing import NDArray
 from drawbar.data.columns import Values
 from drawbar.errors import UserError
 
-ROUNDS = 8  # four make a Feistel network pseudo-random (Luby & Rackoff 1988); small domains want more
+ROUNDS = 8  # four make a Feistel network pseudo-random (Luby & Rackoff 1988); small domains need more
 
 
 def order(seed: int, epoch: int, index: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """The sample at each place ``index`` of one epoch: a permutation of ``range(size)`` keyed by seed and epoch.
+    """The sample at each position ``index`` of an epoch: a permutation of ``range(size)`` keyed by seed and epoch.
 
     A balanced Feistel network permutes the smallest domain of ``4**k >= size`` numbers; a result outside
     ``range(size)`` is fed back until it falls inside ("cycle walking"; Black & Rogaway, "Ciphers with Arbitrary
-    Finite Domains", CT-RSA 2002). The domain is at most four times the size, so that takes
-    four turns or fewer on average.
+    Finite Domains", CT-RSA 2002). The domain is at most four times the size, so this takes at most four iterations on
+    average.
 
     Args:
         seed: 0 <= seed < 2**64.
         epoch: 0 <= epoch < 2**64.
-        index: places in the epoch, any shape, each in ``range(size)``.
+        index: positions in the epoch, any shape, each in ``range(size)``.
         size: number of samples, 1 <= size <= 2**62.
 
     Returns:
         Sample numbers, of the shape of ``index``.
 
     Raises:
-        ValueError: a place outside ``range(size)``.
+        ValueError: a position outside ``range(size)``.
     """
     places = np.asarray(index, dtype=np.int64)
     if places.size and (places.min() < 0 or places.max() >= size):
@@ -71,22 +71,22 @@ def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 BATCHES_SORTED_TOGETHER = 50
-"""How many global batches ``Grouped`` sorts by length at once; as in transformers' LengthGroupedSampler."""
+"""Number of global batches that ``Grouped`` sorts by length at once; as in transformers' LengthGroupedSampler."""
 
 
 class Sampler(ABC):
-    """Maps an index within an epoch to a row of the dataset."""
+    """Maps a position within an epoch to a row of the dataset."""
 
     size: int
-    """Rows of an epoch."""
+    """Number of rows in an epoch."""
 
     @abstractmethod
     def rows(self, epoch: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The row at each place, of the shape of ``places``, each in ``range(size)``."""
+        """The row at each position in ``places``, each in ``range(size)``; same shape as ``places``."""
 
 
 class InOrder(Sampler):
-    """Every row once an epoch, in its own order."""
+    """Every row once per epoch, in order."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -96,7 +96,7 @@ class InOrder(Sampler):
 
 
 class Shuffled(Sampler):
-    """Every row once an epoch, in a new random order each time."""
+    """Every row once per epoch, in a new random order each time."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.size = size
@@ -109,14 +109,14 @@ class Shuffled(Sampler):
 class Mixed(Sampler):
     """Rows of several sources in given proportions.
 
-    An epoch has as many places as there are rows. A source whose part is larger than its share of the rows gives
-    more rows an epoch than it has, any other at most as many. Each goes on in the next epoch where it stopped, in a new
-    order after each pass: a row may come twice in an epoch in which a pass ends, and over time all rows of a source are
-    visited equally often.
+    An epoch has as many positions as there are rows. A source whose weight exceeds its share of the rows gives more
+    rows per epoch than it has, any other at most as many. In the next epoch each source continues where it stopped, in
+    a new order after each pass: a row may occur twice in an epoch in which a pass ends, and over time all rows of a
+    source are visited equally often.
 
     Args:
-        sizes: how many rows each source has; the rows of a source are consecutive.
-        weights: each source's part, relative to the others.
+        sizes: number of rows of each source; the rows of a source are consecutive.
+        weights: each source's weight, relative to the others.
 
     Raises:
         UserError: a source has no rows.
@@ -159,13 +159,13 @@ class Mixed(Sampler):
 class Grouped(Sampler):
     """Another sampler's rows, with rows of similar length in the same global batch.
 
-    The rows of ``BATCHES_SORTED_TOGETHER`` batches at a time are sorted by length, and the batches then come in random
-    order: batches differ in length, and hardly need padding.
+    The rows of ``BATCHES_SORTED_TOGETHER`` batches at a time are sorted by length, and these batches then come in
+    random order: batches differ in length, and hardly need padding.
 
     Args:
-        base: what to draw from.
-        lengths: shape (rows,): tokens of each row.
-        global_batch: rows of a step.
+        base: the sampler to draw from.
+        lengths: shape (rows,): number of tokens in each row.
+        global_batch: rows per step.
     """
 
     def __init__(self, base: Sampler, lengths: Values, global_batch: int, seed: int) -> None:
@@ -185,7 +185,7 @@ class Grouped(Sampler):
         return rows
 
     def _group(self, epoch: int, group: int, span: int) -> NDArray[np.int64]:
-        """The rows of one group, at the places ``group * span`` and after."""
+        """The rows of one group, starting at position ``group * span``."""
         if self._newest is None or self._newest[0] != (epoch, group):
             places = np.arange(group * span, min((group + 1) * span, self.size))
             rows = self._base.rows(epoch, places)

@@ -129,7 +129,9 @@ class SourceStream:
             except BadRecord as error:
                 error.where = error.where or where  # a reader of the user's may give neither place nor remedy
                 if not self._skip_bad:
-                    remedy = f"{error.remedy or 'mend the record'}; or leave bad records out: data.on_bad_record=skip"
+                    remedy = (
+                        f"{error.remedy or 'correct the record'}; or leave bad records out: data.on_bad_record=skip"
+                    )
                     raise UserError(error.what, where=error.where, remedy=remedy) from error
                 yield number // shares, where, error
 

@@ -173,7 +173,7 @@ class Records(Sequence[Record]):
             return UserError(
                 f"no record is left: all {bad} are bad; the first: {first.where}: {first.what}",
                 where=self._key,
-                remedy="mend the data; data.on_bad_record=error stops at the first bad record",
+                remedy="correct the data; data.on_bad_record=error stops at the first bad record",
             )
         return UserError(
             "there are too few records to be shared: none is left for this split",

@@ -450,7 +450,7 @@ def _raw_batch(planned: list[PlannedRow]) -> RawBatch:
 
 def _no_samples() -> UserError:
     return UserError(
-        "no samples: the task's encode left out all records of the stream",
+        "no samples: the task's encode dropped all records of the stream",
         where="data.train",
         remedy="check that the records hold what the task expects, that they are long enough, and that "
         "data.sequence_length has room for a prompt and the first token of its answer",

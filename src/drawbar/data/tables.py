@@ -116,7 +116,7 @@ class _Table(FileReader):
         fields = self.fields(first)
         self.check_first_line(fields)
         names = tuple(name if name.strip() else f"column {at}" for at, name in enumerate(fields, start=1))
-        remedy = "mend the header; for a file without one, name the columns: data.columns=[...]"
+        remedy = "correct the header; for a file without one, name the columns: data.columns=[...]"
         check_names(names, f"{self.path}:{first.line}", remedy)
         return names
 
@@ -145,7 +145,7 @@ class _Table(FileReader):
                 f"the line has {len(values)} fields, but {source} names {len(header)}: {', '.join(header)}",
                 where=self.where(unit),
                 remedy=self._other_separator(values)
-                or "mend the line; look for a separator that is missing, or that is part of the text",
+                or "correct the line; look for a separator that is missing, or that is part of the text",
             )
         return dict(zip(header, values, strict=True))
 
@@ -225,7 +225,7 @@ class CsvTable(_Table):
             )
         if isinstance(row.raw, csv.Error):
             raise BadRecord(
-                f"the row is not valid CSV: {row.raw}", where=where, remedy="mend it; RFC 4180 has the rules"
+                f"the row is not valid CSV: {row.raw}", where=where, remedy="correct it; RFC 4180 has the rules"
             )
         try:
             "\n".join(row.raw).encode("utf-8")

@@ -206,7 +206,7 @@ class JsonLines(FileReader):
             raise BadRecord(
                 f"the line is not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}",
                 where=where,
-                remedy="mend the line; a .jsonl file holds one complete JSON object on each line",
+                remedy="correct the line; a .jsonl file holds one complete JSON object on each line",
             ) from error
         except (ValueError, RecursionError) as error:
             raise _beyond_limits(error, where) from error
@@ -263,7 +263,7 @@ class JsonFile(FileReader):
             raise UserError(
                 f"{self.path} is not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}",
                 where=f"{self.path}:{error.lineno}",
-                remedy="mend the file: it holds one list of objects, or one object on each line",
+                remedy="correct the file: it holds one list of objects, or one object on each line",
             ) from error
         except (ValueError, RecursionError) as error:
             raise _beyond_limits(error, str(self.path)) from error
@@ -333,7 +333,7 @@ def _beyond_limits(error: Exception, where: str) -> BadRecord:
     return BadRecord(
         f"it cannot be read: {error}",
         where=where,
-        remedy="mend it; numbers may have 4300 digits, and objects lie some hundred levels deep",
+        remedy="correct it; numbers may have 4300 digits, and objects lie some hundred levels deep",
     )
 
 

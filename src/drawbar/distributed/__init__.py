@@ -1,1 +1,1 @@
-"""The processes of a run: which rank this is, how they meet, wait for one another, and end together."""
+"""The processes of a run: their ranks, and how they connect, wait for one another, and end together."""

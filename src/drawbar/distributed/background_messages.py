@@ -1,5 +1,5 @@
 """Messages between background threads of the ranks, through the rendezvous store. They use no collectives, as the main
-threads run those of training at the same time."""
+threads are running those of training."""
 
 import threading
 import time
@@ -14,22 +14,22 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
 
 _CHUNK_BYTES = 2**20
-"""Bytes of one value; the store refuses values above 8 MiB."""
+"""Maximum size of a value, in bytes; the store refuses values above 8 MiB."""
 _POLL_SECONDS = 0.05
 _LOG_SECONDS = 60.0
-"""Seconds between two log lines that say for which rank this one waits."""
+"""Seconds between log lines about the rank that this one waits for."""
 _SHORT_TIMEOUT_SECONDS = 10.0
 """Timeout for a silent rank, once another rank of this node is known to be gone."""
 
 
 class BackgroundMessages:
-    """One exchange of messages, in which each rank sends at most one under each name.
+    """One exchange of messages, in which each rank sends at most one message per name.
 
-    A receiver waits for as long as the sender sends heartbeats (:meth:`at_work`). The store is polled: a blocking call
-    would keep the store's connection from the other threads of this rank.
+    A receiver waits for as long as the sender sends heartbeats (:meth:`at_work`). It polls the store: a blocking call
+    would block the store's connection for the other threads of this rank.
 
     Args:
-        topic: of this exchange, the same on all ranks, and never used before in this run.
+        topic: identifies the exchange; the same on all ranks, and unique within the run.
     """
 
     def __init__(self, world: Distributed, topic: str) -> None:
@@ -40,7 +40,7 @@ class BackgroundMessages:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Send heartbeats inside the block."""
+        """Context manager that sends heartbeats."""
         over = threading.Event()
 
         def send_heartbeats() -> None:
@@ -67,16 +67,16 @@ class BackgroundMessages:
         for number in range(count):
             piece = content[number * _CHUNK_BYTES : (number + 1) * _CHUNK_BYTES]
             store.set(self._key(name, rank, number), piece)
-        store.set(self._key(name, rank), str(count))  # last: now all of it is there
+        store.set(self._key(name, rank), str(count))  # last: marks the message as complete
 
     def receive(self, name: str, sender: int, activity: str) -> bytes:
-        """The message ``name`` of rank ``sender``, which is then deleted from the store.
+        """Receive the message ``name`` of rank ``sender``, and delete it from the store.
 
         Args:
             activity: what the sender is doing, for log and error: ``writing its part of step 100``.
 
         Raises:
-            UserError: the sender sent no heartbeat for ``launch.timeout`` seconds (some 10 seconds, once a rank of
+            UserError: the sender sent no heartbeat for ``launch.timeout`` seconds (about 10 seconds, once a rank of
                 this node is gone), or the store is gone.
         """
         try:
@@ -92,7 +92,7 @@ class BackgroundMessages:
         return content
 
     def _wait(self, name: str, sender: int, activity: str) -> None:
-        # counts its own polls instead of seconds: after a suspension of the whole job, no rank must seem silent
+        # counts polls instead of seconds, so that no rank seems silent after the whole job was suspended
         polls = unchanged = 0
         last = b""
         key = self._key(name, sender)
@@ -120,7 +120,7 @@ class BackgroundMessages:
     def _lost(self, rank: int, activity: str, reason: str) -> UserError:
         return UserError(
             f"rank {self._world.rank} waited in vain for rank {rank}, which was {activity}: {reason}",
-            remedy="look at the log of that rank; a longer wait is launch.timeout=SECONDS",
+            remedy="look at the log of that rank; to wait longer, set launch.timeout=SECONDS",
             exit_code=ExitCode.FAILED,
         )
 

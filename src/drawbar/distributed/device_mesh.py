@@ -1,4 +1,4 @@
-"""The device mesh of torch, with an axis for each of ``ParallelDims``."""
+"""torch's device mesh, with an axis for each of ``ParallelDims``."""
 
 from dataclasses import astuple
 
@@ -13,21 +13,21 @@ from drawbar.runtime.torch_internals import compute_local_shape_and_global_offse
 
 
 def replica_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """The groups of this rank along the axes on which ranks hold the same buffers: all but the pipeline's."""
+    """This rank's groups along the axes on which ranks hold the same buffers: all but the pipeline axis."""
     return [mesh.get_group(axis) for axis in AXES if axis != "pp" and mesh[axis].size() > 1]
 
 
 def build_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
-    """The mesh with all five axes; every rank calls it, after joining its ``Distributed``."""
+    """The mesh with all five axes. Collective; call it inside the ``Distributed`` context."""
     return init_device_mesh(device.type, astuple(dims), mesh_dim_names=AXES)
 
 
 def another_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
-    """A group of the ranks along an axis that is not the axis' own: messages in one do not wait for those in the other.
-    Every rank calls it.
+    """A second group of the ranks along an axis, so that messages in one group do not wait for those in the other.
+    Collective.
 
     Args:
-        mesh: with all five axes.
+        mesh: a mesh with all five axes.
     """
     along = mesh.mesh.movedim(AXES.index(axis), -1).flatten(0, -2)
     group, _ = dist.new_subgroups_by_enumeration(along.tolist())
@@ -36,7 +36,7 @@ def another_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
 
 
 def local_shape_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's shard of a DTensor, and where it begins in the full tensor; any other tensor is full."""
+    """The shape of this rank's shard of a DTensor, and its offset in the full tensor; other tensors count as full."""
     if not isinstance(tensor, DTensor):
         return tensor.shape, (0,) * tensor.dim()
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -1,4 +1,4 @@
-"""``FileBroadcast``: copies files of rank 0's disk to the disks of other nodes."""
+"""``FileBroadcast``: copies files from rank 0's disk to the disks of other nodes."""
 
 import errno
 from collections.abc import Iterator, Sequence
@@ -12,15 +12,14 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.errors import ExitCode, UserError
 
 _CHUNK = 2**24
-"""Bytes of a file that are sent at once."""
+"""Bytes per message."""
 
 
 class FileBroadcast:
-    """Rank 0 and the ranks that get its files, which have a gloo group of their own. Making one is collective: every
-    rank of the run takes part.
+    """A gloo group of rank 0 and the ranks that receive its files. Creating it is collective over all ranks of the run.
 
     Args:
-        targets: the ranks that get the files, one for each disk.
+        targets: the ranks that receive the files, one per disk.
     """
 
     def __init__(self, world: Distributed, targets: Sequence[int]) -> None:
@@ -28,11 +27,11 @@ class FileBroadcast:
         self._group = dist.new_group([0, *targets], backend="gloo", timeout=world.timeout)
 
     def send(self, folder: Path, sizes: dict[str, int]) -> None:
-        """Copy files: rank 0 reads them from ``folder``, the targets write them to theirs. A rank whose disk fails
-        takes part until the end, so that the others get their files.
+        """Copy files: rank 0 reads them from its ``folder``, the targets write them to theirs. A rank whose disk fails
+        takes part until the end, so that the others receive their files.
 
         Args:
-            sizes: the names of the files, and their bytes: the same on all ranks.
+            sizes: file sizes in bytes, by name; the same on all ranks.
 
         Raises:
             OSError: a file could not be read, or written, on this rank.
@@ -40,7 +39,7 @@ class FileBroadcast:
         """
         failures: list[OSError] = []
         for name, size in sizes.items():
-            for begin in range(0, max(size, 1), _CHUNK):  # an empty file has one chunk, too
+            for begin in range(0, max(size, 1), _CHUNK):  # an empty file also has one chunk
                 chunk = torch.zeros(min(_CHUNK, size - begin), dtype=torch.uint8)
                 if self._world.is_rank0:
                     with _kept(failures):
@@ -58,7 +57,7 @@ class FileBroadcast:
         except (dist.DistError, RuntimeError) as error:
             raise UserError(
                 f"rank {self._world.rank} could not exchange files with other nodes: {error}",
-                remedy="look at the logs of the other ranks; a longer wait is launch.timeout=SECONDS",
+                remedy="look at the logs of the other ranks; to wait longer, set launch.timeout=SECONDS",
                 exit_code=ExitCode.FAILED,
             ) from error
 

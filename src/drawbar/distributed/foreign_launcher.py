@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from drawbar.errors import UserError
 
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-"""What an MPI launcher sets. Not PMI_SIZE: Slurm's srun sets it, too."""
+"""Variables set by MPI launchers. Not PMI_SIZE, which Slurm's srun also sets."""
 _TASKS = "SLURM_STEP_NUM_TASKS"
-"""What srun sets in its tasks; batch scripts do not have it. Not SLURM_NTASKS, which counts the tasks of the job."""
+"""Set by srun in its tasks, but not in batch scripts. Not SLURM_NTASKS, which counts the tasks of the job."""
 
 
 def refuse_unconnected_processes(environ: Mapping[str, str] = os.environ) -> None:
@@ -32,8 +32,8 @@ def refuse_unconnected_processes(environ: Mapping[str, str] = os.environ) -> Non
     if tasks != "1":
         config = next((word for word in sys.argv[2:] if "=" not in word and not word.startswith("-")), "CONFIG")
         raise UserError(
-            f"srun started {tasks} tasks, of which each would be a run of its own",
+            f"srun started {tasks} tasks, each of which would be a separate run",
             where=f"the environment: {_TASKS}={tasks}",
-            remedy=f"`drawbar submit {shlex.quote(config)} --to slurm` starts and connects the processes, inside an "
-            "allocation, too; or start one task (srun --nodes=1 --ntasks=1) with launch.nproc=N",
+            remedy=f"`drawbar submit {shlex.quote(config)} --to slurm` starts and connects the processes, also inside "
+            "an allocation; or start one task (srun --nodes=1 --ntasks=1) with launch.nproc=N",
         )

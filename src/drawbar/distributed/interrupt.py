@@ -1,5 +1,5 @@
-"""Signals before a run has anything to save: the process exits at once, also where its main thread waits in a call of
-C++, such as torch's rendezvous, and Python runs no handler."""
+"""Signals before a run has anything to save: the process exits at once, even if its main thread is blocked in C++, such
+as torch's rendezvous, where Python runs no handlers."""
 
 import os
 import signal
@@ -17,29 +17,29 @@ from drawbar.errors import ExitCode
 Handler = Callable[[int, FrameType | None], Any]
 
 REQUEUE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals by which a scheduler preempts a job."""
+"""Signals with which a scheduler preempts a job."""
 INTERRUPT_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 """Signals of Ctrl-C and of a closed terminal."""
 ECHO_SECONDS = 2.0
-"""Signals this close together count as one: a scheduler signals launcher and ranks, then the launcher the ranks;
-or the scheduler signals Apptainer and the launcher inside, and Apptainer, without a terminal, passes the signal on."""
+"""Signals this close together count as one: a scheduler signals launcher and ranks, and then the launcher signals the
+ranks; or the scheduler signals Apptainer and the launcher inside, and Apptainer, without a terminal, forwards it."""
 SIGNAL_SECONDS = "DRAWBAR_SIGNAL_SECONDS"
-"""Environment variable: how many seconds before a job's time limit its ranks get the signal to save."""
+"""Environment variable: number of seconds before a job's time limit at which its ranks get the signal to save."""
 _DEAF_SECONDS = 1.0
-"""So long after a signal the main thread counts as deaf."""
+"""If the main thread has not run the handler this long after a signal, it counts as deaf."""
 _HEARD = 0x80
 """Added to the number of a signal whose handler the main thread runs."""
 _listener: list[socket.socket] = []
-"""The two ends of a socket. A thread reads from the first. Into the second, Python itself writes the number of each
-signal, and the main thread that it runs the handler: their order tells which were heard, however late the thread
-reads."""
+"""The two ends of a socket. A thread reads from the first. Python writes the number of each signal to the second, and
+the main thread writes there when it runs the handler: their order shows which signals were heard, however late the
+thread reads."""
 
 
 def handle(handler: Handler, *numbers: signal.Signals, deaf: Handler | None = None) -> dict[signal.Signals, Any]:
-    """Install ``handler`` for these signals, except those that this process was told to ignore, as by nohup.
+    """Install ``handler`` for these signals, except those that this process ignores, as under nohup.
 
     Args:
-        deaf: what a thread does instead where the main thread does not run the handler within a second.
+        deaf: called in a thread if the main thread does not run the handler within a second.
 
     Returns:
         The previous handlers.
@@ -58,7 +58,7 @@ def handle(handler: Handler, *numbers: signal.Signals, deaf: Handler | None = No
 
 
 def _listen() -> None:
-    """Start the thread that learns of every signal, unless somebody else, such as asyncio, asks Python for them."""
+    """Start the thread that is notified of every signal, unless other code, such as asyncio, uses that mechanism."""
     if _listener:
         return
     reader, writer = socket.socketpair()
@@ -77,7 +77,7 @@ def _listen() -> None:
             for number in numbers:
                 if number < _HEARD:
                     unheard.append(number)
-                else:  # the handler runs once for all that came before
+                else:  # the handler runs once for all earlier signals
                     unheard = [other for other in unheard if other != number - _HEARD]
             while unheard and not numbers:
                 number = unheard.pop(0)
@@ -95,9 +95,9 @@ def _received(reader: socket.socket, seconds: float | None) -> bytes:
 
 
 def _be_no_listener() -> None:
-    """In a fork, where the thread is not: its signals are none of the process that it was forked from."""
+    """Stop listening in a forked process, which has no such thread: its signals do not concern its parent."""
     if _listener:
-        with suppress(ValueError):  # not in the main thread of a process that a thread has forked
+        with suppress(ValueError):  # not in the main thread, in a process forked by a thread
             signal.set_wakeup_fd(-1)
     for end in _listener:
         end.close()
@@ -109,7 +109,8 @@ os.register_at_fork(after_in_child=_be_no_listener)
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """Context where a scheduler's signal ends the process with code 75, a person's with 130, as after a save."""
+    """Context manager in which a scheduler's signal ends the process with exit code 75, a person's with 130, as after a
+    save."""
     before = handle(exit_now, *REQUEUE_SIGNALS, *INTERRUPT_SIGNALS, deaf=exit_now)
     try:
         yield
@@ -120,8 +121,8 @@ def exit_on_signal() -> Iterator[None]:
 
 @contextmanager
 def heard_inside_calls() -> Iterator[None]:
-    """Context in which a signal that Python would handle, as it does for a script of the user's own, ends the process
-    where the main thread is deaf."""
+    """Context manager in which a signal that Python would handle, as in a user's own script, ends the process if the
+    main thread is deaf."""
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():  # elsewhere Python refuses signal handlers
         for number in (*REQUEUE_SIGNALS, *INTERRUPT_SIGNALS):
@@ -136,7 +137,7 @@ def heard_inside_calls() -> Iterator[None]:
 
 
 def exit_now(number: int, frame: FrameType | None, *, trains: bool = True) -> None:
-    """End this process at once. It prints why, unless drawbar's launcher started it: then the launcher alone does.
+    """End this process at once, and print the reason unless drawbar's launcher, which prints it, started the process.
     ``trains`` is as for :func:`exit_message`."""
     received = signal.Signals(number)
     if LAUNCHER not in os.environ or os.environ[LAUNCHER] == str(os.getpid()):
@@ -145,19 +146,19 @@ def exit_now(number: int, frame: FrameType | None, *, trains: bool = True) -> No
 
 
 def exit_code_of(received: signal.Signals) -> ExitCode:
-    """The exit code of a run that this signal has ended."""
+    """The exit code of a run ended by this signal."""
     return ExitCode.REQUEUE if received in REQUEUE_SIGNALS else ExitCode.INTERRUPTED
 
 
 def exit_message(received: signal.Signals, trains: bool = True) -> str:
-    """What is printed of a command that a signal has ended.
+    """The message for a command ended by a signal.
 
     Args:
-        trains: whether it trains a run; other commands keep nothing of what they have done.
+        trains: whether the command trains a run; other commands keep no partial results.
     """
     if not trains:
-        return f"{received.name} came before the command was done, and nothing of it is kept; give it again"
+        return f"{received.name} came before the command was done, and no results are kept; run it again"
     return (
-        f"{received.name} came when there was nothing to save; the same command goes on from the last checkpoint, "
-        "or starts the run where there is none"
+        f"{received.name} came when there was nothing to save; the same command resumes from the last checkpoint, "
+        "or starts the run if there is none"
     )

@@ -1,9 +1,9 @@
-"""Heartbeats of the ranks through the rendezvous store: waiting for a rank that is at work has no deadline, and a rank
+"""Heartbeats of the ranks through the rendezvous store: waiting for a rank that is working has no deadline, and a rank
 that is gone or hangs is named.
 
-A thread of each rank publishes its activity. It sends heartbeats only while the rank waits here, or is inside
-``working``: a rank that hangs anywhere else, such as in a collective of its engine, falls silent. Rank 0's thread alone
-reads the activities of all ranks, and publishes one digest, from which every rank learns which ranks are silent.
+A thread of each rank publishes its activity. It sends heartbeats only while the rank waits here or is inside
+``working``: a rank that hangs anywhere else, such as in a collective of its engine, falls silent. Only rank 0's thread
+reads the activities of all ranks; it publishes a digest that tells every rank which ranks are silent.
 
 The digest's size does not grow with the number of ranks.
 """
@@ -22,19 +22,19 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
 
 _MAX_NAMED = 4
-"""A message names at most so many ranks."""
+"""Maximum number of ranks that a message names."""
 _DIGEST = "liveness/digest"
 
 
 class RankActivity(NamedTuple):
-    """What one rank is doing: its entry in the store."""
+    """The activity of one rank: its entry in the store."""
 
     entered: int = 0
-    """Number of collectives it has waited for (``Liveness.wait``): all ranks enter the same ones, in the same order."""
+    """Number of collectives it has waited for (``Liveness.wait``); all ranks enter the same ones in the same order."""
     heartbeats: int = 0
-    """Count of its heartbeats and changes of activity so far."""
+    """Number of heartbeats and changes of activity so far."""
     is_waiting: bool = False
-    """Whether it waits in such a collective; the other ranks must then send heartbeats."""
+    """Whether it is waiting in such a collective; the other ranks must then send heartbeats."""
     activity: str = "starting"
 
     def publish(self, store: dist.Store, rank: int) -> None:
@@ -43,7 +43,7 @@ class RankActivity(NamedTuple):
 
     @staticmethod
     def parse(text: bytes) -> "RankActivity":
-        entered, heartbeats, is_waiting, activity = text.decode().split(" ", 3)  # a seventh of the time that JSON takes
+        entered, heartbeats, is_waiting, activity = text.decode().split(" ", 3)  # seven times as fast as JSON
         return RankActivity(int(entered), int(heartbeats), is_waiting == "1", activity)
 
 
@@ -53,16 +53,16 @@ class LivenessDigest(NamedTuple):
     number: int = 0
     """Increases with each digest: the heartbeat of rank 0's thread."""
     lowest: int = 0
-    """The smallest ``entered`` of any rank."""
+    """The lowest ``entered`` of any rank."""
     highest: int = 0
     behind: str = "rank 0"
-    """The ranks with the smallest ``entered``: the others wait for these."""
+    """The ranks with the lowest ``entered``, which the others wait for."""
     silent: str = ""
-    """The ranks that have sent no heartbeat for ``launch.timeout`` seconds in which some rank waited."""
+    """The ranks that have sent no heartbeat for ``launch.timeout`` seconds while some rank was waiting."""
     rank0: str = "rank 0"
-    """Rank 0, as text: the others name it when no digests come."""
+    """Rank 0, as text, for the others' messages when no digests arrive."""
     others: str = ""
-    """All ranks but rank 0, as text: rank 0 names them."""
+    """All ranks but rank 0, as text, for rank 0's messages."""
 
     @staticmethod
     def read(store: dist.Store) -> "LivenessDigest":
@@ -70,7 +70,7 @@ class LivenessDigest(NamedTuple):
 
 
 class ActivityReader:
-    """On rank 0: reads the entries of all ranks, and counts for how many readings each has not changed.
+    """On rank 0: reads the entries of all ranks, and counts the readings since each last changed.
 
     Args:
         silent_after: after this many readings with the same entry, a rank counts as silent.
@@ -95,11 +95,11 @@ class ActivityReader:
                 self._entries[rank] = RankActivity.parse(text)
                 self._unchanged[rank] = 0
         self._texts = texts
-        if not any(entry.is_waiting for entry in self._entries):  # then nobody needs to send heartbeats
+        if not any(entry.is_waiting for entry in self._entries):  # then no rank needs to send heartbeats
             self._unchanged = [0] * len(texts)
 
     def publish(self) -> LivenessDigest:
-        """Write the digest of what was read last."""
+        """Write the digest of the last reading."""
         entered = [entry.entered for entry in self._entries]
         lowest = min(entered)
         self._number += 1
@@ -127,18 +127,18 @@ def _key(rank: int) -> str:
 
 
 LOG_SECONDS = 60.0
-"""Seconds between two log lines that say which rank waits for which."""
+"""Seconds between log lines about ranks waiting for one another."""
 _MIN_HEARTBEATS = 20
-"""At least so many heartbeats are sent within the timeout."""
+"""Minimum number of heartbeats sent within the timeout."""
 _CONFIRMATIONS = 3
-"""So many consecutive digests must find a rank silent before a wait fails: the first of them may be older than that
-rank's newest heartbeat."""
+"""Number of consecutive digests that must find a rank silent before a wait fails, as the first of them may be older
+than that rank's newest heartbeat."""
 _POLL_SECONDS = 1.0
 """Longest blocking wait between polls; Python handles signals in between."""
 
 
 class Liveness:
-    """Publishes this rank's activity, and waits for other ranks for as long as they are alive.
+    """Publishes this rank's activity, and waits for other ranks as long as they are alive.
 
     Args:
         store: the rendezvous store.
@@ -154,8 +154,7 @@ class Liveness:
         self._entered = 0
         self._activity_changes = 0
         self._heartbeats = 0
-        """Written by the thread of heartbeats alone; the activity, its changes and ``_entered`` by the main thread
-        alone."""
+        """Written only by the heartbeat thread; the activity, its changes and ``_entered`` only by the main thread."""
         self._is_working = False
         self._is_waiting = False
         self._last_published: RankActivity | None = None
@@ -163,7 +162,7 @@ class Liveness:
         self._stopped = threading.Event()
 
     def publish_first(self) -> None:
-        """Write the first entry; rank 0 writes the first digest, too."""
+        """Write the first entry; rank 0 also writes the first digest."""
         self._publish_activity()
         if self._activity_reader:
             self._digest = self._activity_reader.publish()
@@ -176,13 +175,13 @@ class Liveness:
         self._stopped.set()
 
     def set_activity(self, activity: str) -> None:
-        """Set this rank's activity, which counts as a heartbeat. It takes no time."""
+        """Set this rank's activity, which counts as a heartbeat. Returns immediately."""
         self._activity = activity
         self._activity_changes += 1
 
     @contextmanager
     def working(self, activity: str) -> Iterator[None]:
-        """Context with heartbeats, for long work of this rank alone."""
+        """Context manager that sends heartbeats during long work on this rank only."""
         before, outer = self._activity, self._is_working
         self.set_activity(activity)
         self._is_working = True
@@ -193,14 +192,14 @@ class Liveness:
             self.set_activity(before)
 
     def wait(self, operation: dist.Work, what: str | None) -> None:
-        """Wait for a collective: for ranks that send heartbeats, as long as it takes.
+        """Wait for a collective as long as the ranks send heartbeats.
 
         Raises:
-            UserError: a rank sent none for ``timeout`` seconds; or all have come, and the collective did not end within
-                ``timeout`` seconds from then.
+            UserError: a rank sent none for ``timeout`` seconds; or the collective did not end within ``timeout``
+                seconds after all ranks had entered it.
             RuntimeError: the connection to a rank is lost.
         """
-        assert not self._is_working, f"{what}: a rank that waits while it says that it is at work may do so for ever"
+        assert not self._is_working, f"{what}: a rank that waits inside working() may wait forever"
         self._entered += 1
         self.set_activity(what or self._activity)
         poll_seconds = min(_POLL_SECONDS, self.timeout / _MIN_HEARTBEATS)
@@ -227,7 +226,7 @@ class Liveness:
             last = digest
             all_arrived = digest.lowest >= self._entered
             stuck = stuck + 1 if all_arrived else 0
-            if unchanged * poll_seconds > self.timeout:  # rank 0 makes no digests, or the store is lost
+            if unchanged * poll_seconds > self.timeout:  # rank 0 writes no digests, or the store is lost
                 raise self._lost(f"{digest.others if self._rank == 0 else digest.rank0}; no heartbeat since then")
             if silent_digests >= _CONFIRMATIONS and polls * poll_seconds > self.timeout:
                 raise self._lost(f"{digest.silent}; no heartbeat since then")
@@ -239,20 +238,20 @@ class Liveness:
     def _lost(self, reason: str) -> UserError:
         return UserError(
             f"rank {self._rank} waited {self.timeout:g}s for the others at {self._activity}: {reason}",
-            remedy="look at the log of the ranks named; a longer wait is launch.timeout=SECONDS",
+            remedy="look at the logs of the ranks named; to wait longer, set launch.timeout=SECONDS",
             exit_code=ExitCode.FAILED,
         )
 
     @property
     def _period(self) -> float:
-        """Seconds between heartbeats: at most a fourth of ``LOG_SECONDS``. It takes up to three periods until all ranks
-        know who has arrived at a collective, so the log names no rank as awaited that came in time."""
+        """Seconds between heartbeats: at most a quarter of ``LOG_SECONDS``. It takes up to three periods until all
+        ranks know who has entered a collective, so the log never names a rank that entered in time."""
         return min(self.timeout / _MIN_HEARTBEATS, LOG_SECONDS / 4)
 
     def _run(self) -> None:
         awaited = 0
         while not self._stopped.wait(period := self._period):
-            with suppress(dist.DistError, RuntimeError):  # without the store no digest is new, which ends every wait
+            with suppress(dist.DistError, RuntimeError):  # no store, no new digests: this ends every wait
                 self._publish_activity()
                 self._poll()
             others_wait = self._is_working and self._digest.highest > self._entered
@@ -277,13 +276,13 @@ class Liveness:
 
 
 def _has_ended(operation: dist.Work, seconds: float) -> bool:
-    """Whether an operation ends within so many seconds. Raises RuntimeError where it has failed."""
+    """Whether an operation ends within this many seconds. Raises RuntimeError if it has failed."""
     try:
         operation.wait(timedelta(seconds=seconds))
     except RuntimeError:
         if not operation.is_completed():
             return False
-        operation.wait()  # raises again what it raised, unless it has ended just now
+        operation.wait()  # raises its error again, unless it has just ended
     return True
 
 

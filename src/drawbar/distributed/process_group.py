@@ -1,8 +1,9 @@
-"""The processes of a run: joining them, and the few collectives that are not part of a strategy.
+"""The processes of a run: connecting them, and the few collectives that are not part of a strategy.
 
-Everything here works for one process too, where it does nothing. Small messages (stop flags, target counts, scores)
-go over gloo on the host, so that they never wait for the GPU. They wait without a deadline for a rank that is at work
-(:meth:`Distributed.working`); the collectives of the engines have ``launch.timeout``, so ranks meet here first.
+Everything here is a no-op for a single process. Small messages (stop flags, target counts, scores) use gloo on the
+host, so that they never wait for the GPU. They wait without a deadline for a rank that is working
+(:meth:`Distributed.working`); the engines' collectives have the timeout ``launch.timeout``, so ranks synchronize here
+first.
 """
 
 import os
@@ -28,21 +29,21 @@ from drawbar.runtime import torch_internals
 from drawbar.runtime.log import logger, told_while_waiting
 
 _stores: list[dist.Store] = []
-"""The rendezvous store, and one ``PrefixStore`` of it for each ``Distributed`` that was joined."""
+"""The rendezvous store, and one ``PrefixStore`` of it per ``Distributed`` that was entered."""
 
 
 def prefixed_store(timeout: timedelta) -> dist.Store:
-    """A ``PrefixStore`` for one :class:`Distributed`, so that a second one in this process does not find the keys of
-    the first.
+    """A ``PrefixStore`` for one :class:`Distributed`, so that a second one in this process does not see the keys of the
+    first.
 
     Raises:
-        UserError: this process has a process group already.
+        UserError: this process already has a process group.
     """
     if dist.is_initialized():
         raise UserError(
             "this process has a process group already: that of a run that has failed here, or one of the script's own",
             where="torch.distributed",
-            remedy="after a run that has failed, start the script anew; make no process group before a run",
+            remedy="after a failed run, restart the script; do not create a process group before a run",
             exit_code=ExitCode.FAILED,
         )
     if not _stores:
@@ -56,21 +57,21 @@ def prefixed_store(timeout: timedelta) -> dist.Store:
 T = TypeVar("T")
 
 _Item = tuple[str, torch.Size, torch.dtype]
-"""A tensor that is sent: its name, shape and type."""
+"""A tensor to send: its name, shape and dtype."""
 
 _LAUNCHER_SECONDS = 10.0
-"""Ranks of one launcher may come so long after one another before anybody is told."""
+"""How long to wait for the other ranks of the same launcher before printing a message."""
 _FOREVER = timedelta(days=3650)
-"""Timeout for gloo where :class:`Liveness` decides how long a rank waits."""
+"""Timeout for gloo when :class:`Liveness` decides how long a rank waits."""
 
 
 class Distributed:
-    """The process group of a run, as a context manager that destroys it at the end, unless there is an error.
+    """The process group of a run, as a context manager that destroys it on exit, unless there is an error.
 
     Args:
-        rank_info: global and local rank of this process, and the numbers of ranks.
-        device: of this process, for its model, its batches and the engines' collectives (nccl on CUDA, else gloo).
-        timeout: seconds without a heartbeat of a peer after which waiting for it fails.
+        rank_info: global and local rank of this process, and the world sizes.
+        device: this process's device, for its model, batches and the engines' collectives (nccl on CUDA, else gloo).
+        timeout: seconds without a heartbeat from a peer after which waiting for it fails.
         dims: the degree of each mesh axis; by default, all ranks are data-parallel.
     """
 
@@ -96,12 +97,12 @@ class Distributed:
 
     @property
     def rank(self) -> int:
-        """The number of this process among all of the run, from 0."""
+        """The global rank of this process, from 0."""
         return self.rank_info.rank
 
     @property
     def size(self) -> int:
-        """How many processes the run has."""
+        """Number of processes of the run."""
         return self.rank_info.world_size
 
     @property
@@ -110,7 +111,7 @@ class Distributed:
 
     @property
     def store(self) -> dist.Store:
-        """The rendezvous store, for what must work even when collectives do not."""
+        """The rendezvous store, for communication that must work even when collectives do not."""
         return self._store
 
     def __enter__(self) -> Self:
@@ -120,11 +121,11 @@ class Distributed:
         if has_launcher():
             self._watchdog.start()
         on_cuda = self.device.type == "cuda"
-        # torch has no timeout where a foreign program listens on MASTER_PORT; elsewhere torch ends before this timer
+        # torch has no timeout if a foreign program listens on MASTER_PORT; otherwise torch fails before this timer
         deadline = threading.Timer(2 * self.timeout.total_seconds() + 5, self._give_up)
         deadline.daemon = True
         deadline.start()
-        # without a launcher the variables may be left over from another run, and nobody else may come
+        # without a launcher the variables may be left over from another run, and no other rank may come
         patience = _LAUNCHER_SECONDS if has_launcher() else 0.5
         try:
             with heard_inside_calls(), told_while_waiting(self._whom_it_waits_for, patience, self._tell):
@@ -139,13 +140,13 @@ class Distributed:
         return self
 
     def _meet(self, on_cuda: bool) -> list[tuple[ProcessId, str]]:
-        """Make the groups, and learn of each rank which process it is, and on which node."""
+        """Create the groups, and find out the process and node of each rank."""
         self._store = prefixed_store(self.timeout)
         self._store.set(f"came/{self.rank}", node_name())
         self._liveness = Liveness(self._store, self.rank, self.size, self.timeout.total_seconds())
         self._liveness.publish_first()
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_cuda else "gloo",  # gloo for what is offloaded to the host
+            "cpu:gloo,cuda:nccl" if on_cuda else "gloo",  # gloo for tensors offloaded to the host
             store=self._store,
             rank=self.rank,
             world_size=self.size,
@@ -157,14 +158,15 @@ class Distributed:
         return self.all_gather((self._watchdog.process_id, node_name()))
 
     def ensure_process_group(self) -> None:
-        """Make a process group of one process, for strategies that need a group. Several processes have one already."""
+        """Create a process group of one process, for strategies that need one. Several processes already have one."""
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=self.timeout)
 
     def set_group_timeouts(self) -> None:
-        """Give the run's timeout to all process groups, those of meshes and libraries too: torch's is 10 or 30 min."""
-        # new in torch 2.14, and the older one may go
+        """Set the run's timeout for all process groups, including those of meshes and libraries: torch's default is 10
+        or 30 min."""
+        # new in torch 2.14; the older function may be removed
         set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else torch_internals._set_pg_timeout
         for group in torch_internals._world.pg_map:
             set_timeout(self.timeout, group)
@@ -177,7 +179,7 @@ class Distributed:
     def _tell(self, text: str) -> None:
         if self.is_rank0:
             logger.warning("rank 0 %s", text)
-        elif not has_launcher():  # it may be alone, and other ranks than 0 have no console
+        elif not has_launcher():  # it may be alone, and ranks other than 0 have no console
             print(f"warning: rank {self.rank} {text}", file=sys.stderr, flush=True)
 
     def _give_up(self) -> None:
@@ -186,7 +188,7 @@ class Distributed:
         os._exit(ExitCode.FAILED)
 
     def _describe_absent(self) -> str:
-        """``ranks 2, 3 did not come: ``; empty where all came, or nobody can tell."""
+        """``ranks 2, 3 did not come: ``; empty if all came, or if it is unknown."""
         try:
             absent = [rank for rank in range(self.size) if not self._store.check([f"came/{rank}"])]
         except (dist.DistError, RuntimeError):
@@ -205,7 +207,7 @@ class Distributed:
         )
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        # after an error the peers may be gone, and a graceful goodbye would wait for them
+        # after an error the peers may be gone, and a graceful shutdown would wait for them
         if kind is None and dist.is_initialized():
             self.barrier("the end of the run")
             self._watchdog.stop()
@@ -214,15 +216,16 @@ class Distributed:
         self._liveness.stop()
 
     def lost_a_rank(self) -> bool:
-        """Whether one of the ranks on this machine is gone, so that the run cannot go on."""
+        """Whether a rank on this machine is gone, so that the run cannot continue."""
         return self._watchdog.lost_a_rank()
 
     def is_busy(self) -> bool:
-        """Whether this rank must finish some work before it ends because another rank is gone."""
+        """Whether this rank must finish some work before it may end after the loss of another rank."""
         return self._watchdog.is_busy()
 
     def end_only_after(self, is_busy: Callable[[], bool]) -> None:
-        """If another rank is lost, let this one end only once ``is_busy()`` is false, so that it finishes its work."""
+        """If another rank is lost, delay the end of this one until ``is_busy()`` is false, so that it finishes its
+        work."""
         self._watchdog.is_busy = is_busy
 
     def set_activity(self, activity: str) -> None:
@@ -230,13 +233,14 @@ class Distributed:
         self._liveness.set_activity(activity)
 
     def working(self, activity: str) -> AbstractContextManager[None]:
-        """Context for work that may take this rank longer than ``launch.timeout``: the others wait for it as long as it
-        takes, in their next barrier, host sum, gather or ``from_rank0`` of this class. None of these may run inside."""
+        """Context manager for work that may take this rank longer than ``launch.timeout``: the others wait for it as
+        long as it takes, in their next barrier, host sum, gather or ``from_rank0`` of this class. None of these may run
+        inside."""
         return self._liveness.working(activity)
 
     @contextmanager
     def barrier_after(self, activity: str) -> Iterator[None]:
-        """Context for long work that each rank does on its own, with a barrier at the end. Every rank must enter it."""
+        """Context manager for long independent work on each rank, with a barrier on exit. Every rank must enter it."""
         with self.working(activity):
             yield
         self.barrier(activity)
@@ -245,7 +249,7 @@ class Distributed:
         """Wait for every process; for one that is ``working``, as long as it takes.
 
         Raises:
-            UserError: some sent no heartbeat within the timeout; it names them.
+            UserError: some sent no heartbeat within the timeout; the message names them.
         """
         if self.size > 1:
             self._wait_for_all(what)
@@ -257,7 +261,7 @@ class Distributed:
         self._liveness.wait(self._control.barrier(options), what)
 
     def _reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """Over all processes, in place; waits as a barrier does."""
+        """Reduce over all processes, in place; waits as a barrier does."""
         self._liveness.wait(self._begin_reduce(tensor, operation), None)
         return tensor
 
@@ -283,7 +287,7 @@ class Distributed:
         return self.begin_sum_counts(values)()
 
     def begin_sum_counts(self, values: list[int]) -> Callable[[], list[int]]:
-        """The same, without a wait: the function that is returned waits for the sums. It need not be called."""
+        """The same, without waiting: the returned function waits for the sums. It need not be called."""
         if self.size == 1:
             return lambda: values
         tensor = torch.tensor(values, dtype=torch.int64)
@@ -296,7 +300,7 @@ class Distributed:
         return sums
 
     def max(self, value: int) -> int:
-        """The largest of a host number over all processes."""
+        """The maximum of a host number over all processes."""
         if self.size == 1:
             return value
         return int(self._reduce(torch.tensor(value, dtype=torch.int64), dist.ReduceOp.MAX))
@@ -308,7 +312,7 @@ class Distributed:
         return tensor
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Every process's value, in rank order, on rank 0; None elsewhere."""
+        """Every process's value, in rank order, on rank 0; None on other ranks."""
         if self.size == 1:
             return [value]
         self._wait_for_all()
@@ -326,12 +330,12 @@ class Distributed:
 
     def lowest_rank_with_same(self, view: object) -> int:
         """The lowest rank whose ``view`` equals this rank's. If ``view`` identifies the files that a rank sees, only
-        that rank needs to check them."""
+        the returned rank needs to check them."""
         return self.all_gather(view).index(view)
 
     def gather_dict(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Gather every process's host tensors on rank 0; an empty dict on others. Rank 0 receives from one rank after
-        another. If several processes have a tensor of the same name, that of the lowest rank counts.
+        another. If several processes have a tensor of the same name, that of the lowest rank is used.
         """
         if self.size == 1:
             return tensors
@@ -365,7 +369,7 @@ class Distributed:
         return found
 
     def from_rank0(self, make: Callable[[], T], what: str) -> T:
-        """Call ``make`` on rank 0 alone, for as long as it takes, and broadcast the result to every process.
+        """Call ``make`` on rank 0, for as long as it takes, and broadcast the result to every process.
 
         Args:
             what: the activity of rank 0, for messages on the waiting ranks: ``building the tokenizer``.
@@ -382,8 +386,8 @@ class Distributed:
 
 
 class DataParallelRanks:
-    """The data-parallel ranks. Ranks that hold parts of one model read the same rows, and only one contributes:
-    sums and lists then count each row once. It is no process group: every rank of the run calls its methods."""
+    """The data-parallel ranks. Ranks that hold parts of one model read the same rows, and only one contributes, so that
+    sums and lists count each row once. Not a process group: every rank of the run calls its methods."""
 
     def __init__(self, world: Distributed) -> None:
         self._world = world

@@ -1,1 +1,1 @@
-"""The engine, which makes one optimizer step under any strategy, and its parts."""
+"""The engine, which runs one optimizer step under any strategy, and its parts."""

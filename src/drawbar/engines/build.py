@@ -1,4 +1,4 @@
-"""From a configuration to an engine: ``auto`` is resolved, and the strategy's builder called."""
+"""From a configuration to an engine: resolves ``auto``, and calls the strategy's builder."""
 
 import os
 
@@ -25,16 +25,16 @@ from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 
 BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 12}
-"""Of a trained one: weight and gradient in fp32, and AdamW's two moments, by ``optim.state_dtype``."""
+"""Bytes per trained parameter, by ``optim.state_dtype``: weight and gradient in fp32, and AdamW's two moments."""
 SHARE_FOR_STATE = 0.6
-"""Of a rank's memory; the rest is for activations."""
+"""Fraction of a rank's memory for the model's state; the rest is for activations."""
 
 
 def build_engine(task: Task, config: RunConfig, world: Distributed, total_steps: int = 0) -> Engine:
-    """Build the engine for these processes; every rank calls it.
+    """Build the engine for these processes. Collective.
 
     Args:
-        total_steps: see ``Engine``; 0 where that is not known yet, or nothing is trained.
+        total_steps: see ``Engine``; 0 if not known yet, or if nothing is trained.
 
     Raises:
         UserError: the strategy cannot run on these processes.
@@ -42,7 +42,7 @@ def build_engine(task: Task, config: RunConfig, world: Distributed, total_steps:
     strategy: str = config.parallel.strategy
     reason = "as set; one process" if world.size == 1 else f"as set; {world.size} processes"
     if strategy == AUTO:
-        config = choose_dtypes(config, world.device)  # the precision says what frozen weights take
+        config = choose_dtypes(config, world.device)  # the size of frozen weights depends on the precision
         strategy, reason = choose_strategy(task, config, world, _memory_of_a_rank(world))
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"strategy": strategy})})
     if task.task_context.trains:
@@ -51,7 +51,7 @@ def build_engine(task: Task, config: RunConfig, world: Distributed, total_steps:
         raise UserError(
             f"parallel.strategy is {strategy}, but {world.size} processes were started",
             where="parallel.strategy",
-            remedy="set parallel.strategy=ddp, which has a process for each device, or start one process",
+            remedy="set parallel.strategy=ddp, which has one process per device, or start one process",
         )
     config = check_machine(config, world, task.task_context.trains)
     engine = assemble_engine(task, config, world, total_steps)
@@ -74,14 +74,14 @@ def _name(device: torch.device) -> str:
 
 
 def check_machine(config: RunConfig, world: Distributed, trains: bool = True) -> RunConfig:
-    """Refuse settings that these devices and processes cannot compute. Nothing is read or built for it, so it can come
-    first; ``build_engine`` calls it again, when it knows the strategy that ``auto`` stands for.
+    """Refuse settings that do not work on these devices and processes. Reads and builds nothing, so it can run first;
+    ``build_engine`` calls it again once it has resolved the strategy ``auto``.
 
     Returns:
-        The configuration with a dtype wherever it says ``auto``.
+        The configuration with every ``auto`` dtype resolved.
 
     Raises:
-        UserError: settings that do not combine here, or a compiler or a library is missing.
+        UserError: settings do not combine here, or a compiler or a library is missing.
     """
     config = choose_dtypes(config, world.device)
     check_rules(_resolved_for_rules(config, world), RULES + FP8_TRAINING if trains else RULES)
@@ -93,13 +93,13 @@ def check_machine(config: RunConfig, world: Distributed, trains: bool = True) ->
 
 
 def assemble_engine(task: Task, config: RunConfig, world: Distributed, total_steps: int = 0) -> Engine:
-    """The engine of a configuration with nothing left to choose or to check: see :func:`build_engine`."""
+    """Build the engine of a fully resolved and checked configuration: see :func:`build_engine`."""
     world.set_dims(ParallelDims.of(config.parallel, world.size))
     return Engine(task, config, world, _build_parts(task, config, world), total_steps)
 
 
 def _build_parts(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
-    """What the strategy's builder returns. An error in a user's builder is raised with strategy and line."""
+    """Call the strategy's builder. An error in a user's builder is raised with strategy and line."""
     strategy = config.parallel.features
     parts: object
     try:
@@ -111,7 +111,7 @@ def _build_parts(task: Task, config: RunConfig, world: Distributed) -> EnginePar
             raise
         raise _builder_error(config, f"fails: {cause(error)}") from error
     if not isinstance(parts, EngineParts):
-        raise _builder_error(config, f"returned {type(parts).__name__}, and no EngineParts")
+        raise _builder_error(config, f"returned {type(parts).__name__}, not EngineParts")
     return parts
 
 
@@ -119,31 +119,31 @@ def _builder_error(config: RunConfig, what: str) -> UserError:
     return UserError(
         f"the builder of the strategy {what}",
         where=f"parallel.strategy={config.parallel.strategy}",
-        remedy="mend it: it is called with (task, config, world), and returns a drawbar.engines.parts.EngineParts",
+        remedy="fix it: it is called with (task, config, world), and must return a drawbar.engines.parts.EngineParts",
     )
 
 
 def _resolved_for_rules(config: RunConfig, world: Distributed) -> RunConfig:
-    """The configuration with device and number of processes filled in, for the rules to check what ``auto`` chose."""
+    """The configuration with device and number of processes filled in, so that the rules check what ``auto`` chose."""
     launch = config.launch.model_copy(update={"nproc": world.size})
     return config.model_copy(update={"device": world.device.type, "launch": launch})
 
 
 def choose_strategy(task: Task, config: RunConfig, world: Distributed, room: float) -> tuple[str, str]:
-    """The strategy that ``auto`` stands for, and why.
+    """Resolve the strategy ``auto``; also return the reason.
 
     Args:
-        config: with its dtypes chosen.
-        room: bytes of memory that this rank has.
+        config: with dtypes resolved.
+        room: memory of this rank, in bytes.
     """
     if config.strategy.name != AUTO:
         return config.strategy.name, "the configuration has a section for it"
     if world.size == 1:
         return "single", "one process"
     if world.dp_ranks.size == 1:
-        return "ddp", "the ranks share one model, and there is nothing to replicate"
+        return "ddp", "all ranks together hold one replica of the model"
     if type(task).build_model is not PretrainedTask.build_model:
-        return "ddp", f"{world.size} processes"  # a user's own model has no known size before it is built
+        return "ddp", f"{world.size} processes"  # the size of a user-defined model is unknown before it is built
     ranks_per_copy = world.dims.tp * world.dims.pp  # context-parallel ranks replicate the parameters
     with world.working("finding the size of the model"):
         needed = bytes_of_state(task, config) / ranks_per_copy
@@ -153,13 +153,13 @@ def choose_strategy(task: Task, config: RunConfig, world: Distributed, room: flo
 
 
 def bytes_of_state(task: Task, config: RunConfig) -> int:
-    """Bytes of one copy of the model with its gradients and optimizer's state. A frozen weight, as those under LoRA,
-    takes only what it is stored in.
+    """Bytes of one replica of the model with its gradients and optimizer state. Frozen weights, such as those under
+    LoRA, count only with their stored size.
 
     Args:
-        config: with its dtypes chosen.
+        config: with dtypes resolved.
     """
-    put_generators_back = note_host_generators()  # adapters draw random numbers, which the run's own must not miss
+    put_generators_back = note_host_generators()  # adapters draw random numbers, which must not affect the run's
     model, _ = build_weightless(task, config)
     put_generators_back()
     store_frozen_weights_low(model, config.precision)
@@ -168,7 +168,7 @@ def bytes_of_state(task: Task, config: RunConfig) -> int:
 
 
 def _memory_of_a_rank(world: Distributed) -> float:
-    """Bytes."""
+    """Memory available to each rank, in bytes."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_properties(world.device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world.rank_info.local_world_size

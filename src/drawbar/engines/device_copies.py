@@ -9,16 +9,15 @@ from drawbar.tasks.batch import Batch
 
 
 class DeviceCopies:
-    """Copies micro-batches to a device: on CUDA in a stream of their own, each while the batch before it is computed.
-    In the stream of the computation, a copy would wait for all work queued before it, and hold up all work queued
-    after it."""
+    """Copies micro-batches to a device: on CUDA in a separate stream, each while the previous batch is computed. In the
+    compute stream, a copy would wait for all work queued before it, and delay all work queued after it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def of(self, micro_batches: Sequence[MicroBatch[Batch]]) -> Iterator[Batch]:
-        """The batches on the device, in order. It copies one batch ahead of the one that it yields."""
+        """Yield the batches on the device, in order, copying one batch ahead."""
         copies = map(self._copy, micro_batches)
         copy = next(copies, None)
         while copy is not None:
@@ -37,7 +36,7 @@ class DeviceCopies:
             computation = torch.cuda.current_stream(self._device)
             computation.wait_event(copied)
             for tensor in batch.values():
-                tensor.record_stream(computation)  # else a later copy may reuse memory that is still read
+                tensor.record_stream(computation)  # otherwise a later copy may reuse memory that is still in use
             for segments in getattr(batch.get("segment_ids"), "segments", ()):  # copied by ``Batch.to``, too
                 segments.record_stream(computation)
         return batch

@@ -35,11 +35,11 @@ class Engine:
     """Trains and evaluates a task under the strategy that its parts were built for.
 
     Args:
-        task: what is trained.
-        config: the whole run's, with ``parallel.strategy`` and dtypes resolved.
-        world: the processes of the run, already joined.
+        task: the task to train.
+        config: the run's configuration, with ``parallel.strategy`` and dtypes resolved.
+        world: the processes of the run, already connected.
         parts: from the strategy's builder.
-        total_steps: optimizer steps of the whole run, for the schedule; it must be set before the first step.
+        total_steps: optimizer steps of the whole run, for the schedule; must be set before the first step.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Engine:
         self.total_steps = total_steps
         self.step = 0
         self.max_positions = longest_input(parts.model.meta_model)
-        """Longest input, in tokens, that the model has positions for; None if there is no such limit."""
+        """Maximum input length, in tokens, that the model has positions for; None if unlimited."""
         self.parts = parts
         self.executor = parts.executor
         self.updater = parts.updater
@@ -62,7 +62,7 @@ class Engine:
 
     @property
     def module(self) -> nn.Module:
-        """What this rank has of the model: all of it, shards, or stages."""
+        """This rank's part of the model: all of it, shards, or stages."""
         return self._local.module
 
     @property
@@ -77,18 +77,22 @@ class Engine:
 
     @property
     def meta_model(self) -> nn.Module:
-        """All names and full shapes of the model; it may be without values."""
+        """The model with all names and full shapes, possibly without values."""
         return self._local.meta_model
 
     def train_step(self, micro_batches: list[MicroBatch[Batch]], num_targets: float | None = None) -> StepResult:
-        """Forward, backward, reduce, clip and update for one global batch; ``micro_batches``: this rank's share.
-        ``num_targets``: those of the global batch; without it, the ranks count them together here."""
+        """Forward, backward, reduce, clip and update for one global batch.
+
+        Args:
+            micro_batches: this rank's share of the global batch.
+            num_targets: number of targets in the global batch; if None, the ranks count them together here.
+        """
         lr = self.config.optim.lr * learning_rate_scale(self.step, self.total_steps, self.config.optim)
-        # the targets of the whole global batch are counted before the first backward, so nothing is rescaled after it
+        # count the targets of the global batch before the first backward, so that nothing is rescaled after it
         if num_targets is None:
             num_targets = self.world.dp_ranks.sum_of_leaders(count_targets(self.task, micro_batches))
         divisor = num_targets or 1.0  # a batch without targets has no loss and no gradient
-        # executors average over the ranks that see different tokens, the contract wants the sum
+        # executors average over the ranks that see different tokens; the loss contract requires the sum
         scale = self.updater.loss_scale * self.world.dp_ranks.size * self.world.dims.cp / divisor
         loss_sum = self.executor.forward_backward(micro_batches, scale)
         update = self.updater.step(lr, self._before_update)
@@ -97,8 +101,8 @@ class Engine:
         return StepResult(loss=loss, grad_norm=update.grad_norm, num_targets=num_targets, lr=lr, skipped=update.skipped)
 
     def share_buffers(self) -> None:
-        """Make the buffers that training changes the same on all ranks, before they evaluate; those of pipeline stages
-        are left as they are. Every rank calls it."""
+        """Synchronize the buffers that training changes, before an evaluation; those of pipeline stages are left
+        unchanged. Collective."""
         share_buffers(self.module, self._local.replica_groups)
 
     def check_buffers(self) -> None:
@@ -106,43 +110,44 @@ class Engine:
         self._local.check_buffers(self.task)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Context of evaluation or prediction steps: parameters that FSDP keeps gathered are freed only at its end."""
+        """Context manager for evaluation or prediction steps: parameters that FSDP keeps gathered are freed on exit."""
         return free_gathered(self.module)
 
     def eval_step(self, batch: Batch) -> EvalResult:
-        """Loss and predictions of this rank's batch, without gradients. All ranks call it equally often."""
+        """Loss and predictions of this rank's batch, without gradients. All ranks must call it equally often."""
         num_targets = self.task.num_targets(batch)
         loss, predictions = self.executor.evaluate(batch)
         return EvalResult(loss=loss, num_targets=num_targets, predictions=predictions)
 
     def predict_step(self, batch: Batch, predict_fn: PredictFunction) -> list[Any]:
-        """The predictions (or whatever ``predict_fn`` returns) for this rank's batch. No labels are needed."""
+        """The result of ``predict_fn`` (such as predictions) for this rank's batch. Labels are not needed."""
         with self.executor.inference() as model:
             return predict_fn(model, batch.to(self.world.device))
 
     def check_writes_text(self) -> None:
-        """Raise UserError where the model has no ``generate``."""
+        """Raise UserError if the model has no ``generate``."""
         with self.executor.inference() as model:
             if not hasattr(model, "generate"):
                 raise UserError(
-                    f"a {type(model).__name__} writes no text: it has no generate()",
+                    f"{type(model).__name__} cannot generate text: it has no generate()",
                     where="RUN",
                     remedy="name the run of a language model; `drawbar eval` works for any",
                 )
 
     def inference(self) -> AbstractContextManager[Any]:
-        """Context that gives the model to predict and to generate with: in evaluation mode, without gradients."""
+        """Context manager that yields the model for predicting and generating: in evaluation mode, without
+        gradients."""
         return self.executor.inference()
 
     def state(self) -> EngineState:
-        """A copy of the full state, in host memory on rank 0; without tensors on other ranks. Every rank calls it."""
+        """A copy of the full state, in host memory on rank 0; without tensors on other ranks. Collective."""
         self.share_buffers()
         optimizer = self._state.optimizer()
         values = saved_values(self.step, self.config, self.updater.scaler_state())
         return EngineState(model=self._state.model(), optimizer=optimizer, values=values)
 
     def load(self, state: EngineState) -> None:
-        """Put back a state of any strategy and world size. Raises ``UserError`` for another model or optimizer."""
+        """Load a state saved under any strategy and world size. Raises ``UserError`` for another model or optimizer."""
         saved = state.values["optimizer"]
         if saved != self.config.optim.name:
             raise UserError(
@@ -160,20 +165,20 @@ class Engine:
             logger.warning("saved with precision %s, resumed with %s", state.values["precision"], self.config.precision)
 
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put back the weights alone, for evaluation, generation and a fork. Raises ``UserError`` for another model."""
+        """Load only the weights, for evaluation, generation and forks. Raises ``UserError`` for another model."""
         check_weights(saved_tensors(self._local.meta_model, self.config), tensors)
         self._state.load_model(tensors)
 
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Free the engine's resources."""
         self.updater.close()
 
-    # what parity looks at, between backward and update
+    # for parity, between backward and update
 
     @contextmanager
     def inspecting(self, inspect: Callable[[], None]) -> Iterator[None]:
-        """Call ``inspect()`` in each step made inside: gradients are then reduced, but not yet clipped or used.
-        With torch's updater, ``inspect`` is not called in a step that is skipped."""
+        """Call ``inspect()`` in each step within this context, when gradients are reduced but not yet clipped or used.
+        With torch's updater, ``inspect`` is not called in skipped steps."""
         kept, self._before_update = self._before_update, inspect
         try:
             yield
@@ -181,8 +186,8 @@ class Engine:
             self._before_update = kept
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The full gradients by parameter name, before clipping, in host memory on rank 0, nothing on other ranks.
-        Every rank calls it, between backward and update."""
+        """The full gradients by parameter name, before clipping, in host memory on rank 0; empty on other ranks.
+        Collective, between backward and update."""
         return self._state.gradients()
 
     def equal_on_replicas(self) -> dict[str, nn.Parameter]:

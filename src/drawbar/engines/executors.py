@@ -1,4 +1,4 @@
-"""Executors, which run micro-batches through a model: one rank's full or sharded model, or a pipeline of stages."""
+"""Executors run micro-batches through a model: one rank's full or sharded model, or a pipeline of stages."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,20 +35,20 @@ class TrainingForward:
     loss: Callable[[Batch], torch.Tensor]
     """The sum of a batch's loss (0-d)."""
     synchronizing: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
-    """Context for forward and backward of one micro-batch. Its argument says whether this is the last one of the step,
-    whose backward reduces the gradients over the replicas."""
+    """Context manager for forward and backward of one micro-batch. Its argument is whether this is the last one of the
+    step, whose backward reduces the gradients over the replicas."""
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
 
 
 class ModelExecutor:
-    """Micro-batches one after another through the model of this rank.
+    """Runs micro-batches one by one through this rank's model.
 
     Args:
-        module: what this rank has of the model, for evaluation.
+        module: this rank's part of the model, for evaluation.
         training_forward: the same for training, with its loss and backward.
-        context: context parallelism, where ranks share a sequence; else None.
+        context: context parallelism, if ranks share sequences; else None.
         shards_logits: whether the loss takes logits whose vocabulary is sharded over the tensor-parallel ranks.
-        loss_in_head: whether the model computes the loss itself, from targets that the batch then contains.
+        loss_in_head: whether the model computes the loss itself, from targets in the batch.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ModelExecutor:
     def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
         self.training_forward.module.train()
         loss_sum = torch.zeros((), device=self.device)
-        # before the batches are copied: on a GPU, the host would wait for the values that are looked at
+        # before the batches are copied: reading values on a GPU would make the host wait
         ready = [replace(micro, batch=self._for_loss(micro.batch)) for micro in micro_batches]
         batches = self.device_copies.of(ready)
         with cast_weights_once(self.module, self.precision, self.device):
@@ -124,31 +124,32 @@ class ModelExecutor:
             yield self.module
 
     def _for_loss(self, batch: Batch) -> Batch:
-        """The batch, or this rank's piece of its sequences, with targets added if the head computes the loss."""
+        """The batch (or this rank's piece of its sequences), with targets added if the head computes the loss."""
         piece = batch if self.context is None else type(batch)(self.context.cut(batch), batch.ids)
         return maybe_with_targets(self.task, piece, self.loss_in_head)
 
     def _sharing_sequences(self) -> AbstractContextManager[None]:
-        """Around forward and backward: attention to whole sequences, where ranks have pieces of them."""
+        """Context manager for forward and backward: ranks that hold pieces of sequences attend to whole sequences."""
         return nullcontext() if self.context is None else self.context.ring()
 
 
 class TrainingPipeline(Protocol):
-    """Training steps through the stages of a pipeline: ``Pipeline`` (torch) or ``DeepSpeedPipeline``."""
+    """Runs training steps through the stages of a pipeline: ``Pipeline`` (torch) or ``DeepSpeedPipeline``."""
 
     def run(self, inputs: Sequence[Inputs], loss: Loss) -> None:
-        """Forward and backward of all micro-batches; gradients add up in the parameters."""
+        """Run forward and backward of all micro-batches; gradients accumulate in the parameters."""
 
 
 class PipelineExecutor:
-    """Micro-batches through the stages of a pipeline. All its ranks get the same batches, and call each method equally
-    often; the last stage has the loss.
+    """Runs micro-batches through the stages of a pipeline. All its ranks get the same batches, and must call each
+    method equally often; the last stage has the loss.
 
     Args:
-        stages: those of this rank.
+        stages: the stages of this rank.
         training_module: the same modules, or the DeepSpeed engine around them; only its ``train()`` is called.
         pipeline: runs forward and backward of a step's micro-batches through the stages.
-        pipeline_inference: the stages in turn, to evaluate and generate; in training, it records a forward's inputs.
+        pipeline_inference: the stages run in turn, for evaluation and generation; in training, it records the inputs of
+            a forward.
         shards_logits, loss_in_head: as for ``ModelExecutor``.
     """
 
@@ -206,7 +207,7 @@ class PipelineExecutor:
         return loss, predictions
 
     def has_gradient(self, batch: Batch, training: bool) -> bool:
-        # checks only whether the loss depends on the logits: the stages run no method of the task's, so the logits
+        # only checks whether the loss depends on the logits: the stages run none of the task's methods, so the logits
         # always depend on the weights
         given = maybe_with_targets(self.task, batch, self.loss_in_head)
         forward = self._forward(given)
@@ -232,24 +233,24 @@ class PipelineExecutor:
         return lambda model: self.task.forward(model, batch)
 
     def _loss(self, forward: Callable[[nn.Module], Any], out: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The loss of what the last stage returns: logits, or the loss itself."""
+        """The loss, from the last stage's output: logits, or the loss itself."""
         if is_for_head(batch):
             return out
         return self.task.loss(self.pipeline_inference.replay_outputs(forward, out), batch)
 
 
 def with_targets(task: Task, micro_batches: Sequence[MicroBatch[Batch]], loss_in_head: bool) -> list[MicroBatch[Batch]]:
-    """The micro-batches, with the targets that a ``LossHead`` takes, where the model has one."""
+    """The micro-batches, with the targets for the model's ``LossHead`` if it has one."""
     return [replace(micro, batch=maybe_with_targets(task, micro.batch, loss_in_head)) for micro in micro_batches]
 
 
 def count_targets(task: Task, micro_batches: Sequence[MicroBatch[Batch]]) -> float:
-    """The targets of this rank's share of a global batch."""
+    """Number of targets in this rank's share of a global batch."""
     return sum(task.num_targets(micro.batch) for micro in micro_batches if not micro.is_padding)
 
 
 def task_loss(task: Task, context: ContextParallel | None, model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The sum of a batch's loss (0-d), by the task's ``forward`` and ``loss``."""
+    """The summed loss of a batch (0-d), from the task's ``forward`` and ``loss``."""
     outputs = task.forward(model, batch)
     if is_for_head(batch):
         loss: torch.Tensor = outputs.loss
@@ -267,9 +268,9 @@ class NotOneNumber(TypeError):
 
 
 def as_one_number(loss: Any, device: torch.device) -> torch.Tensor:
-    """The loss as a tensor of its own, without dimensions; its value is not waited for. Raises NotOneNumber."""
+    """The loss as a separate 0-d tensor, without synchronizing with the device. Raises NotOneNumber."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_complex():
-        # a copy, as it may be a view of all logits, which nobody needs any more
+        # a copy, as it may be a view of all logits, which are no longer needed
         return loss.detach().reshape(()).to(device, sum_dtype(device), copy=True)
     try:
         return torch.tensor(float(loss), dtype=sum_dtype(device), device=device)
@@ -278,14 +279,14 @@ def as_one_number(loss: Any, device: torch.device) -> torch.Tensor:
 
 
 def requires_grad(loss: Any) -> bool:
-    """Whether a loss requires grad, so that backward is possible."""
+    """Whether a loss requires grad, so that backward can run."""
     return isinstance(loss, torch.Tensor) and loss.requires_grad
 
 
 def checked_loss(task: Task, loss: Any) -> torch.Tensor:
-    """The loss of a training forward. Raises ``UserError`` where backward cannot begin with it."""
+    """The loss of a training forward. Raises ``UserError`` if backward cannot start from it."""
     if isinstance(loss, torch.Tensor) and loss.ndim:
-        raise not_one_number(task, f"a tensor of the shape {tuple(loss.shape)}")
+        raise not_one_number(task, f"a tensor of shape {tuple(loss.shape)}")
     if not requires_grad(loss):
         raise no_gradient(task)
     checked: torch.Tensor = loss
@@ -295,7 +296,7 @@ def checked_loss(task: Task, loss: Any) -> torch.Tensor:
 def not_one_number(task: Task, found: object) -> UserError:
     """The error for a loss that is not a single number."""
     remedy = 'return a tensor with one element: the sum over the batch (reduction="sum")'
-    return method_error(task, "loss", f"returns what is no number: {found}", remedy)
+    return method_error(task, "loss", f"does not return a number: {found}", remedy)
 
 
 def no_gradient(task: Task) -> UserError:
@@ -303,9 +304,9 @@ def no_gradient(task: Task) -> UserError:
     return method_error(
         task,
         "loss",
-        "returns a loss without a gradient, so nothing could be learned from it",
-        "let loss return a tensor that torch computes from the model's outputs: in loss and forward, use no .item(), "
-        "float(), .detach(), .data, .numpy(), argmax or torch.no_grad() on the way to it",
+        "returns a loss without a gradient, so the model cannot learn from it",
+        "return a tensor that torch computes from the model's outputs: on the way to it, loss and forward must not use "
+        ".item(), float(), .detach(), .data, .numpy(), argmax or torch.no_grad()",
     )
 
 
@@ -315,13 +316,13 @@ def zero_if_padding(loss: torch.Tensor, micro: MicroBatch[Batch]) -> torch.Tenso
 
 
 def maybe_sharded_logits(shards_logits: bool) -> AbstractContextManager[None]:
-    """Around forward and backward: the logits of tensor-parallel ranks stay sharded, where the loss takes them so."""
+    """Context manager for forward and backward: keeps logits of tensor-parallel ranks sharded if supported."""
     return sharded_logits() if shards_logits else nullcontext()
 
 
 @contextmanager
 def evaluating(module: nn.Module, precision: str, device: torch.device) -> Iterator[None]:
-    """Around forwards without gradients, in evaluation mode."""
+    """Context manager for forwards without gradients, in evaluation mode."""
     module.eval()
     with torch.no_grad(), free_gathered(module), autocast(precision, device):
         yield

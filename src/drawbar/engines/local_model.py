@@ -43,7 +43,7 @@ from drawbar.tasks.task import Task
 
 
 class Unset:
-    """In place of the source of weights, where their values do not matter (``TaskContext.weightless``)."""
+    """Used as the source of weights if their values do not matter (``TaskContext.weightless``)."""
 
 
 WeightSource: TypeAlias = Mapping[str, torch.Tensor] | nn.Module | Unset | None
@@ -57,35 +57,36 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class LocalModel:
-    """What one rank holds of a model."""
+    """One rank's part of a model."""
 
     module: nn.Module
     """The full model, its shards (DTensor), or this rank's pipeline stages."""
     meta_model: nn.Module
-    """A model with all names and full shapes, perhaps without values; it may be ``module`` itself."""
+    """A model with all names and full shapes, possibly without values; may be ``module`` itself."""
     base: FrozenBaseInfo | None
     """Digest of the frozen base model under LoRA, and the names of its parameters that the pretrained files lack (they
     are trained and saved); None without LoRA."""
     fused: dict[str, FusedLayout] = field(default_factory=dict)
-    """Layouts of fused parameters, whose DTensors hold the rows in another order than the full model and the files."""
+    """Layouts of fused parameters, whose DTensors hold the rows in a different order than the full model and the
+    files."""
     replica_groups: list[dist.ProcessGroup] = field(default_factory=list)
-    """Process groups over which ``share_buffers`` makes the model's buffers equal; none for pipeline stages."""
+    """Process groups over which ``share_buffers`` synchronizes the model's buffers; none for pipeline stages."""
     cross_entropy: str = "plain"
     """The setting ``task.cross_entropy``, with ``auto`` resolved."""
     buffers: dict[str, torch.Size] = field(init=False)
-    """Names and shapes of the module's persistent buffers when it was built: a resumed run can load no others."""
+    """Names and shapes of the module's persistent buffers when it was built; a resumed run can only load these."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buffers", _persistent_buffers(self.module))
 
     @property
     def loss_in_head(self) -> bool:
-        """Whether the model returns the loss of a batch that has targets for its head."""
+        """Whether the model returns the loss for a batch with targets for its head."""
         return self.cross_entropy != "plain"
 
     def check_buffers(self, task: Task) -> None:
-        """Raise UserError where training has added, removed or resized a persistent buffer: no resumed run could load
-        the checkpoint."""
+        """Raise UserError if training has added, removed or resized a persistent buffer, since a resumed run could not
+        load the checkpoint."""
         now = _persistent_buffers(self.module)
         for name in sorted(self.buffers.keys() | now.keys()):
             before, after = self.buffers.get(name), now.get(name)
@@ -96,19 +97,19 @@ class LocalModel:
                     "build_model",
                     f"returns a model whose checkpoints could not be loaded: the shape of its buffer {name} was "
                     f"{shapes[0]} when the model was built, and is {shapes[1]} after a forward pass",
-                    "register it in the constructor in the shape that it keeps, or with persistent=False if it need "
-                    "not be saved",
+                    "register it in the constructor with its final shape, or with persistent=False if it need not be "
+                    "saved",
                 )
 
 
 def _persistent_buffers(module: nn.Module) -> dict[str, torch.Size]:
-    """Name → shape of the buffers that ``state_dict`` has."""
+    """Name → shape of the buffers in ``state_dict``."""
     saved = module.state_dict(keep_vars=True)
     return {name: buffer.shape for name, buffer in module.named_buffers(remove_duplicate=False) if name in saved}
 
 
 def prepared_meta_model(meta_model: nn.Module, config: RunConfig, base: FrozenBaseInfo | None) -> nn.Module:
-    """The meta model as the run trains it: with LoRA adapters if it has them, and its trained weights in fp32.
+    """The meta model as the run trains it: with any LoRA adapters, and trained weights in fp32.
 
     Args:
         base: see ``LocalModel``.
@@ -123,8 +124,8 @@ def build_model(task: Task) -> nn.Module:
     """The task's model, after ``task_context.change_model``.
 
     Raises:
-        UserError: ``task.build_model`` returns no module, or one without values or with parameters that cannot be
-            trained.
+        UserError: ``task.build_model`` does not return a module, or the module has no values or has parameters that
+            cannot be trained.
     """
     model = _checked_module(task, "build_model", task.build_model())
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -134,14 +135,14 @@ def build_model(task: Task) -> nn.Module:
                 task,
                 "build_model",
                 f"returns a model with a parameter or buffer that has no shape yet: {name}, of a lazy module",
-                "use the module that is given its sizes, or call the model once on a sample before it is returned",
+                "use a module with explicit sizes, or call the model once on a sample before returning it",
             )
         if tensor.requires_grad and not tensor.is_floating_point():
             raise method_error(
                 task,
                 "build_model",
-                f"returns a model whose parameter {name} is {tensor.dtype}, which no optimizer here trains",
-                "store it as floats (torch.view_as_real), and make complex numbers of it in forward",
+                f"returns a model whose parameter {name} is {tensor.dtype}, which drawbar's optimizers do not support",
+                "store it as floats (torch.view_as_real), and convert it to complex numbers in forward",
             )
     without = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
     if without is not None:
@@ -149,7 +150,7 @@ def build_model(task: Task) -> nn.Module:
             task,
             "build_model",
             f"returns a model without values: {without} is on the meta device",
-            "build it on the CPU; drawbar itself uses the meta device where a model is sharded",
+            "build it on the CPU; drawbar itself uses the meta device for sharded models",
         )
     return _apply_change_model(task, model)
 
@@ -161,13 +162,13 @@ def build_meta_model(task: Task) -> nn.Module:
 
 
 def _checked_module(task: Task, method: str, model: object) -> nn.Module:
-    """What a method returned, if it is a module. Raises ``UserError``."""
+    """Return the model if it is a module; else raise ``UserError``."""
     if not isinstance(model, nn.Module):
         raise method_error(
             task,
             method,
-            f"returns {type(model).__name__}, and no torch.nn.Module",
-            "let it return the model that it makes",
+            f"returns {type(model).__name__}, not a torch.nn.Module",
+            "return the model that it builds",
         )
     return model
 
@@ -175,7 +176,7 @@ def _checked_module(task: Task, method: str, model: object) -> nn.Module:
 def _apply_change_model(task: Task, model: nn.Module) -> nn.Module:
     task.task_context.change_model(model)
     for parameter in model.parameters():
-        # a fused optimizer, ZeRO-1 and a checkpoint take a parameter's elements in their order in memory
+        # fused optimizers, ZeRO-1 and checkpoints read a parameter's elements in memory order
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
     _make_buffers_contiguous(model)
@@ -183,7 +184,7 @@ def _apply_change_model(task: Task, model: nn.Module) -> nn.Module:
 
 
 def _make_buffers_contiguous(model: nn.Module) -> None:
-    """Give each buffer memory of its own for every element: nothing can be loaded or broadcast into an expanded one."""
+    """Make expanded buffers contiguous: nothing can be loaded or broadcast into an expanded tensor."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -192,7 +193,7 @@ def _make_buffers_contiguous(model: nn.Module) -> None:
 
 
 def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseInfo | None]:
-    """The full model, with the run's LoRA adapters if any, and what identifies their base model (None without)."""
+    """The full model, with any LoRA adapters of the run, and the identity of their base model (None without LoRA)."""
     if task.task_context.weightless:
         meta_model, base = build_weightless(task, config)
         materialize(meta_model, HOST, HOST)
@@ -204,8 +205,8 @@ def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBase
     if low:
         dtypes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in low))
         logger.warning(
-            "%s.build_model returns trained weights in %s: they are kept in fp32; the setting precision chooses what "
-            "they are multiplied in",
+            "%s.build_model returns trained weights in %s: they are kept in fp32; the setting precision chooses the "
+            "dtype of their matrix products",
             type(task).__name__,
             dtypes,
         )
@@ -220,8 +221,8 @@ def _compute_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBa
 
 
 def _read_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseInfo] | None:
-    """The same model under LoRA, where the base need not be built, but is read from its files, tensor by tensor, in the
-    dtypes that it stays in: half the memory of fp32. None where ``build_model`` must make it."""
+    """The same model under LoRA if its base can be read from files instead of built: tensor by tensor, in its final
+    dtypes, with half the memory of fp32. None if ``build_model`` must build it."""
     own_base = is_user_defined(task, "build_model") and not is_user_defined(task, "stored_weights")
     if config.lora is None or own_base:
         return None
@@ -237,21 +238,21 @@ def _read_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseI
 
 
 def _stored_weights(task: Task, meta_model: nn.Module) -> Mapping[str, torch.Tensor] | None:
-    """Where to read all of the model's first weights; None where ``build_model`` must make them."""
+    """The source of all of the model's initial weights; None if ``build_model`` must make them."""
     if any(buffer.is_meta for buffer in meta_model.buffers()):
-        return None  # it was computed from a parameter, and files fill parameters alone
+        return None  # it was computed from a parameter, and files only contain parameters
     return task.stored_weights(meta_model)
 
 
 def build_weightless(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseInfo | None]:
-    """The model on the meta device, with adapters if the run has them, on a base that nothing is known of."""
+    """The model on the meta device, with any adapters of the run on an unknown base."""
     base = None if config.lora is None else _UNKNOWN_BASE
     return prepared_meta_model(build_meta_model(task), config, base), base
 
 
 def prepare_attention(model: nn.Module, task: Task, config: RunConfig) -> None:
-    """Let the model take packed rows, where the data are packed, or micro-batches are made one row; of padded rows, let
-    it take from the host whether there is any padding."""
+    """Prepare the model for packed rows if the data are packed or padding-free; for padded rows, let it take from the
+    host whether there is any padding."""
     if not isinstance(model, PreTrainedModel):
         return
     if model.config.model_type in PACKED_FAMILIES:
@@ -262,8 +263,8 @@ def prepare_attention(model: nn.Module, task: Task, config: RunConfig) -> None:
 
 
 def apply_dtypes(model: nn.Module, task: Task, config: RunConfig) -> None:
-    """Store frozen weights in the run's precision; with ``parallel.fp8``, let linear layers multiply in fp8. All other
-    dtypes are autocast's. Call this before the model is parallelized."""
+    """Store frozen weights in the run's precision; with ``parallel.fp8``, make linear layers multiply in fp8. Autocast
+    handles all other dtypes. Call before the model is parallelized."""
     if not task.task_context.trains:
         return
     store_frozen_weights_low(model, config.precision)
@@ -272,7 +273,7 @@ def apply_dtypes(model: nn.Module, task: Task, config: RunConfig) -> None:
 
 
 def build_whole(task: Task, config: RunConfig, world: Distributed, device: torch.device) -> LocalModel:
-    """All of the model, on every rank. It is made on the CPU, so that it starts from the same random numbers on every
+    """Build the full model on every rank. Built on the CPU, so that it starts from the same random numbers on every
     device."""
     with world.barrier_after("building the model"):
         model, base = _build_adapted(task, config)
@@ -282,15 +283,15 @@ def build_whole(task: Task, config: RunConfig, world: Distributed, device: torch
         parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, config.precision)
         if device != HOST:
             model = model.to(device)
-    base = world.from_rank0(lambda: base, "building the model")  # all ranks will hold rank 0's weights
+    base = world.from_rank0(lambda: base, "building the model")  # all ranks receive rank 0's weights
     return LocalModel(model, model, base, {}, [dist.group.WORLD] if world.size > 1 else [], cross_entropy)
 
 
 def build_shards(task: Task, config: RunConfig, world: Distributed, mesh: DeviceMesh) -> LocalModel:
-    """The shards of the model that this rank holds.
+    """Build this rank's shards of the model.
 
-    Without LoRA, if the task knows the weight files, each rank reads its shards; else rank 0 builds the full model and
-    broadcasts it tensor by tensor, and every rank keeps its shards.
+    Without LoRA, if the task knows the weight files, each rank reads its shards; otherwise rank 0 builds the full model
+    and broadcasts it tensor by tensor, and every rank keeps its shards.
     """
     model, source, base = build_meta(task, config, world)
     prepare_attention(model, task, config)
@@ -323,8 +324,8 @@ def load_first_weights(
 def build_meta(
     task: Task, config: RunConfig, world: Distributed
 ) -> tuple[nn.Module, WeightSource, FrozenBaseInfo | None]:
-    """The model on the meta device; the source of its weights (files, or the full model on rank 0); and what
-    identifies the base model under its LoRA adapters (None without LoRA)."""
+    """The model on the meta device; the source of its weights (files, or the full model on rank 0); and the identity of
+    the base model under its LoRA adapters (None without LoRA)."""
     if task.task_context.weightless:
         meta_model, base = build_weightless(task, config)
         return meta_model, Unset(), base
@@ -349,12 +350,12 @@ def build_meta(
 
 @dataclass(frozen=True)
 class EmptyStages:
-    """The stages of this rank, without weights yet."""
+    """The stages of this rank, before their weights are loaded."""
 
     stage_modules: list[nn.Module]
-    """In order: stage ``i``, and with interleaving ``i + P`` as well, on rank ``i`` of P."""
+    """In order: stage ``i``, and with interleaving also ``i + P``, on rank ``i`` of P."""
     meta_model: PreTrainedModel
-    """The full model, without weights, that the stages are parts of."""
+    """The full model, without weights, that the stages are part of."""
     plan: ModelParallelPlan
     mesh: DeviceMesh
     source: WeightSource
@@ -362,7 +363,7 @@ class EmptyStages:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that hold the model's stages, in their order."""
+        """The ranks that hold the model's stages, in stage order."""
         return self.mesh["pp"].get_group()
 
     @property
@@ -371,19 +372,19 @@ class EmptyStages:
 
     @property
     def tied_name(self) -> str | None:
-        """The name of the weight that first and last stage share, each with a copy; None if they share none."""
+        """The name of the weight that first and last stage share, each with its copy; None if they share none."""
         assert self.plan.pipeline is not None, "the stages were cut by this plan"
         return f"{self.plan.pipeline.embedding}.weight" if is_tied(self.meta_model, self.plan.pipeline) else None
 
     def pipeline_inference(self, world: Distributed) -> PipelineInference:
-        """For evaluation and generation through the stages; build it before FSDP or other hooks wrap them."""
+        """For evaluation and generation through the stages; create it before FSDP or other hooks wrap them."""
         vocabulary = self.meta_model.config.get_text_config().vocab_size
         return PipelineInference(self.stage_modules, self.group, world.device, self.hidden_size, vocabulary)
 
     def load(
         self, fused: dict[str, FusedLayout], cross_entropy: str, world: Distributed
     ) -> tuple[LocalModel, nn.Parameter | None]:
-        """The stages with their first weights, and this rank's copy of a weight that is tied, or None."""
+        """The stages with their initial weights, and this rank's copy of a tied weight, or None."""
         assert self.plan.pipeline is not None, "the stages were cut by this plan"
         module = LocalStages(self.stage_modules, self.meta_model, self.plan.pipeline)
         load_first_weights(module, self.source, fused, world)
@@ -392,7 +393,7 @@ class EmptyStages:
 
 
 def build_stages(task: Task, config: RunConfig, world: Distributed) -> EmptyStages:
-    """Divide the task's model into stages; every rank calls it.
+    """Split the task's model into stages. Collective.
 
     Raises:
         UserError: the model cannot be split into that many stages, or a stage has no trainable parameter.
@@ -418,7 +419,7 @@ def _build_stage_modules(
     idle = sum(not any(parameter.requires_grad for parameter in part.parameters()) for part in parts)
     if world.sum(idle):
         raise UserError(
-            f"the stages have {', '.join(map(str, blocks_per_stage))} blocks, and in one of them nothing is trained",
+            f"the stages have {', '.join(map(str, blocks_per_stage))} blocks, and one has no trained parameters",
             where="parallel.pipeline",
             remedy="set parallel.pipeline=1 or other parallel.cuts, or train more modules",
         )

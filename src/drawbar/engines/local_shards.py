@@ -1,4 +1,4 @@
-"""The shards that this rank writes to a checkpoint in parts, copied to host memory."""
+"""Host-memory copies of the shards that this rank writes to a checkpoint in parts."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from drawbar.parallel.local_boxes import LocalBox, WriterAssignment, bands
 from drawbar.runtime.safetensors_reader import TensorBox
 
 _ALIGNMENT = 64
-"""Bytes to whose multiples a tensor begins in host memory: those of a cache line."""
+"""Alignment of tensors in host memory, in bytes: a cache line."""
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,20 @@ class LocalShards:
     model: list[TensorBox]
     optimizer: list[TensorBox]
     tied: dict[str, str]
-    """Maps each further name of a tied weight to the name that it is saved under."""
+    """Maps each alias of a tied weight to the name that it is saved under."""
     values: dict[str, Any]
-    """What ``saved_values`` returns."""
+    """The result of ``saved_values``."""
 
     def nbytes(self) -> int:
         return sum(shard.data.nbytes for shard in (*self.model, *self.optimizer))
 
 
 class _HostMemory:
-    """One piece of host memory for all tensors of a copy, exactly as large as they are; the next copy uses it again.
+    """A block of host memory for all tensors of a copy, of exactly their size; reused by the next copy.
 
     Args:
-        device: from which the tensors are copied. For CUDA the memory is page-locked, so that copies run at full speed.
-            torch's own page-locked memory is larger by up to a factor of two: each tensor's is a power of two.
+        device: the device that the tensors are copied from. For CUDA the memory is page-locked, so that copies run at
+            full speed. (torch's page-locked allocations are rounded up to powers of two.)
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,21 +48,21 @@ class _HostMemory:
         self._unlock: Callable[[], object] = lambda: None
 
     def begin(self, size: int) -> None:
-        """Take back all tensors, and have room for others: ``size`` bytes, the sum of their ``rounded_bytes``."""
+        """Invalidate all tensors, and provide ``size`` bytes for new ones: the sum of their ``rounded_bytes``."""
         self._used = 0
         if size == self._bytes.numel():
             return
         self._unlock()
-        self._bytes = torch.empty(0, dtype=torch.uint8)  # before there is more, as both may be half of the memory
+        self._bytes = torch.empty(0, dtype=torch.uint8)  # free first: old and new may each take half of the memory
         self._bytes = torch.empty(size, dtype=torch.uint8)
         if self._locks and size:
             start, runtime = self._bytes.data_ptr(), torch.cuda.cudart()
-            torch.cuda.check_error(int(runtime.cudaHostRegister(start, size, 1)))  # as torch does it: for all devices
-            # called no later than this object ends, which is before its memory does
+            torch.cuda.check_error(int(runtime.cudaHostRegister(start, size, 1)))  # as in torch: for all devices
+            # called at the latest when this object is destroyed, which is before its memory is freed
             self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, start)
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in it, without values."""
+        """An uninitialized tensor in this memory."""
         size = prod(shape) * dtype.itemsize
         begin, self._used = self._used, self._used + rounded_bytes(size)
         assert self._used <= self._bytes.numel()
@@ -70,29 +70,29 @@ class _HostMemory:
 
 
 def rounded_bytes(size: int) -> int:
-    """What a tensor of ``size`` bytes takes of the memory of a copy."""
+    """Bytes that a tensor of ``size`` bytes occupies in a copy."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What this rank writes of a box."""
+    """The part of a box that this rank writes."""
 
     box: LocalBox
     bands: list[LocalBox]
-    """Those of the box that it writes."""
+    """The bands that it writes."""
     is_whole: bool
-    """Whether these are all bands of the box: one copy of the whole box is faster than one for each band."""
+    """Whether these are all bands of the box: copying the whole box at once is faster than band by band."""
 
     @property
     def copied(self) -> list[LocalBox]:
-        """The boxes that are copied, one by one."""
+        """The boxes to copy, one by one."""
         return [self.box] if self.is_whole else self.bands
 
 
 class ShardCopier:
-    """Copies those shards of an engine that this rank writes to a checkpoint; over all ranks, each element is written
-    once. The host memory is reused by the next copy, as first use of new memory costs page faults.
+    """Copies the shards of an engine that this rank writes to a checkpoint; over all ranks, each element is written
+    once. Copies reuse the same host memory, to avoid page faults.
     """
 
     def __init__(self, engine: Engine, world: Distributed) -> None:
@@ -103,7 +103,7 @@ class ShardCopier:
         self._memory = _HostMemory(world.device)
 
     def copy(self) -> LocalShards:
-        """Collective. The previous copy must not be in use any more."""
+        """Copy this rank's share. Collective. The previous copy must no longer be in use."""
         engine = self._engine
         engine.share_buffers()
         state = engine.parts.state
@@ -124,7 +124,7 @@ class ShardCopier:
             if own or box.is_collective:
                 self._world.set_activity(f"copying {box.name}")  # shown by ranks that wait for this one
             if share.is_whole:
-                # copied here, once: ``get`` then returns this copy
+                # copied once, here: ``get`` then returns this copy
                 whole = replace(box, get=self._host_copy(box).detach)
                 found += [TensorBox(band.name, band.shape, band.offset, band.get()) for band in bands(whole)]
             elif own:
@@ -134,14 +134,14 @@ class ShardCopier:
         return found
 
     def _host_copy(self, box: LocalBox) -> torch.Tensor:
-        """A copy in host memory; from a CUDA device it is asynchronous."""
+        """A copy in host memory; asynchronous from a CUDA device."""
         tensor = box.get()
         assert (tuple(tensor.shape), tensor.dtype) == (tuple(box.sizes), box.dtype), box.name
         return self._memory.tensor(box.sizes, box.dtype).copy_(tensor, non_blocking=tensor.is_cuda)
 
 
 def _shares(boxes: Sequence[LocalBox], assignment: WriterAssignment) -> list[_Share]:
-    """What this rank writes of each of its boxes. Collective."""
+    """The part of each of its boxes that this rank writes. Collective."""
     divided = [(box, [*bands(box)]) for box in boxes]
     is_writer = iter(assignment.chosen([band for _, all_bands in divided for band in all_bands]))
     shares = []

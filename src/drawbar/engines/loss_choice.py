@@ -26,17 +26,17 @@ from drawbar.tasks.task import Task
 
 
 def choose_cross_entropy(task: Task, config: RunConfig, model: nn.Module, modules: Sequence[nn.Module]) -> str:
-    """Resolve ``task.cross_entropy``, and if the result is not ``plain``, give the model a head with the loss.
+    """Resolve ``task.cross_entropy``, and if the result is not ``plain``, give the model a head that computes the loss.
 
     Args:
         model: the full model.
-        modules: what this rank is to have of the model: ``model`` itself, or pipeline stages.
+        modules: this rank's part of the model: ``model`` itself, or pipeline stages.
 
     Returns:
         ``plain``, ``chunked`` or ``liger``.
 
     Raises:
-        UserError: the run cannot be computed as the setting says.
+        UserError: the setting is not supported for this run.
     """
     wanted: str = getattr(config.task, "cross_entropy", "plain")
     if wanted == "plain":
@@ -64,13 +64,13 @@ def _find_logit_ops(task: Task, config: RunConfig, model: nn.Module) -> LogitOps
     """The operators that the model applies to its logits. Raises UnknownHead, with the reason, if its head cannot
     compute the loss."""
     parallel = config.parallel
-    # a user's own forward or loss may look at the logits; `vocabulary_parallel` is false for a task that has one
+    # a user-defined forward or loss may use the logits; `vocabulary_parallel` is false for such tasks
     if not isinstance(task, PretrainedTask) or not task.vocabulary_parallel:
-        raise UnknownHead(f"{type(task).__name__} has a forward or a loss of its own")
+        raise UnknownHead(f"{type(task).__name__} defines its own forward or loss")
     if parallel.features.many_devices:
         raise UnknownHead("the strategy splits batches by rows over its devices, and cannot split a head's targets")
     if parallel.features.has_engine and parallel.tensor > 1:
-        raise UnknownHead(f"the tensor parallelism of {parallel.strategy} has heads of its own")
+        raise UnknownHead(f"the tensor parallelism of {parallel.strategy} uses its own heads")
     ops = ops_after_head(model)
     if ops.has_buffers and parallel.tensor > 1:
         raise UnknownHead("the model adds a bias for each token to its logits, and ranks share the vocabulary")
@@ -78,7 +78,7 @@ def _find_logit_ops(task: Task, config: RunConfig, model: nn.Module) -> LogitOps
 
 
 def maybe_with_targets(task: Task, batch: Batch, loss_in_head: bool) -> Batch:
-    """The batch, with the targets that a ``LossHead`` takes, where the model has one."""
+    """The batch, with the targets for the model's ``LossHead`` if it has one."""
     if not loss_in_head or is_for_head(batch):
         return batch
     assert isinstance(task, PretrainedTask), "other tasks have no LossHead"
@@ -87,5 +87,5 @@ def maybe_with_targets(task: Task, batch: Batch, loss_in_head: bool) -> Batch:
 
 
 def is_for_head(batch: Batch) -> bool:
-    """Whether the batch has targets for the head: the model then returns the loss."""
+    """Whether the batch has targets for the head, so that the model returns the loss."""
     return POSITIONS in batch

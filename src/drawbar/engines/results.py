@@ -1,4 +1,4 @@
-"""What an engine returns: the results of a step and of an evaluation, and its own state."""
+"""The results of an engine: of a step and of an evaluation, and its state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from drawbar.config.schema.run_config import RunConfig
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did, the same on every rank. Tensors stay on the device until somebody reads them."""
+    """The result of one optimizer step, the same on every rank. Tensors stay on the device until read."""
 
     loss: torch.Tensor
     """Mean loss over the targets of the global batch, before the update (0-d)."""
@@ -22,7 +22,7 @@ class StepResult:
     lr: float
     """Learning rate of the update."""
     skipped: bool
-    """Whether fp16 overflowed, and the update was left out on every rank."""
+    """Whether the update was skipped on every rank because of fp16 overflow."""
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,24 @@ class EvalResult:
     """This rank's share of an evaluation."""
 
     loss: torch.Tensor
-    """Sum of the loss over the batch's targets (0-d); in a pipeline, 0 on ranks without the last stage. It stays on the
-    device until somebody reads it."""
+    """Sum of the loss over the batch's targets (0-d); in a pipeline, 0 on ranks without the last stage. Stays on the
+    device until read."""
     num_targets: float
     """Number of targets in the batch."""
     predictions: list[Any] | None
-    """One a sample, in the order of the batch's ids; None for a task without ``predict``."""
+    """One per sample, in the order of the batch's ids; None for a task without ``predict``."""
 
 
 @dataclass
 class EngineState:
-    """All that an engine needs to go on exactly: tensors under fully qualified names, and plain values."""
+    """Everything an engine needs to resume exactly: tensors under fully qualified names, and plain values."""
 
     model: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, torch.Tensor]
     values: dict[str, Any] = field(default_factory=dict)
-    """What ``saved_values`` returns."""
+    """The result of ``saved_values``."""
 
 
 def saved_values(step: int, config: RunConfig, scaler: dict[str, float]) -> dict[str, Any]:
-    """What a checkpoint holds of an engine besides tensors. ``scaler``: from ``Updater.scaler_state``."""
+    """An engine's values in a checkpoint besides tensors. ``scaler``: from ``Updater.scaler_state``."""
     return {"step": step, "optimizer": config.optim.name, "precision": config.precision, "scaler": scaler}

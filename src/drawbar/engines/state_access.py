@@ -23,8 +23,8 @@ class TorchState:
     """``StateAccess`` for replicated or sharded (DTensor) parameters with torch's optimizers.
 
     Args:
-        keeps: whether this rank keeps host copies of the full tensors; every rank joins the gather. Of a pipeline, one
-            rank for each stage, which sends them to rank 0; else rank 0.
+        keeps: whether this rank keeps host copies of the full tensors; every rank joins the gather. In a pipeline, one
+            rank per stage keeps them and sends them to rank 0; otherwise only rank 0 keeps them.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TorchState:
 
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
         live = saved_tensors(self.module, self.config)
-        # a checkpoint in parts stores tensors of one dtype in the order of their names
+        # a checkpoint in parts stores the tensors of each dtype in the order of their names
         for name in sorted(unique_names(live)):
             load_shard(live[name], tensors, name, self.fused.get(name))
 
@@ -109,9 +109,9 @@ class StagesState:
     """The state of a pipeline: gathers and merges what the ``StateAccess`` of each stage (``stage_state``) returns.
 
     Args:
-        stage_state: of this rank's stages; it ``keeps`` on one rank for each stage.
+        stage_state: state of this rank's stages; ``keeps`` is True on one rank per stage.
         local: the stages (``module``), and the full model without values (``meta_model``).
-        tied: the name of the weight that first and last stage share; None if they share none.
+        tied: name of the weight that first and last stage share; None if they share none.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class StagesState:
         found = self.world.gather_dict(self.stage_state.model())
         if not self.world.is_rank0:
             return {}
-        tied = self.tied()  # a tied weight was gathered under the first of its names
+        tied = self.tied()  # a tied weight is gathered under its first name
         return {name: found[tied.get(name, name)] for name in saved_tensors(self.local.meta_model, self.config)}
 
     def optimizer(self) -> dict[str, torch.Tensor]:
@@ -142,7 +142,7 @@ class StagesState:
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
         names_here = {name for name, _ in self.local.module.named_parameters()}
         names = [name for name in tensors if name.rpartition("/")[0] in names_here]
-        if isinstance(tensors, StoredTensors):  # they read a tensor only when it is asked for
+        if isinstance(tensors, StoredTensors):  # read lazily
             self.stage_state.load_optimizer(tensors.renamed({name: name for name in names}))
         else:
             self.stage_state.load_optimizer({name: tensors[name] for name in names})
@@ -162,8 +162,8 @@ class StagesState:
         return self._without_second_copy(self.stage_state.local_optimizer_boxes())
 
     def _without_second_copy(self, boxes: list[LocalBox]) -> list[LocalBox]:
-        """The boxes, but for those of the last stage's copy of a tied weight: the ranks of the first and of the last
-        stage may shard it differently, and only the first writes it."""
+        """The boxes without those of the last stage's copy of a tied weight: the ranks of the first and last stages may
+        shard it differently, and only the first stage writes it."""
         if self.world.dims.coordinates(self.world.rank)["pp"] == 0:
             return boxes
         return [box for box in boxes if self.tied_weight not in (box.name, box.name.rpartition("/")[0])]

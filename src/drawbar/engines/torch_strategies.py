@@ -1,5 +1,5 @@
-"""The strategies of torch alone: ``single``, ``dp``, ``ddp``, ``zero1`` and ``fsdp``, with tensor, context and pipeline
-parallelism. Each builder puts the parts of an engine together."""
+"""The pure torch strategies: ``single``, ``dp``, ``ddp``, ``zero1`` and ``fsdp``, with tensor, context and pipeline
+parallelism. Each builder assembles the parts of an engine."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -59,7 +59,7 @@ def build_dp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
             "parallel.strategy is dp, which is one process with several CUDA devices: here "
             + (f"are {devices}" if devices != 1 else "is 1"),
             where="parallel.strategy",
-            remedy="set parallel.strategy=ddp, which has a process for each device, and is faster",
+            remedy="set parallel.strategy=ddp, which has one process per device, and is faster",
         )
     local = build_whole(task, config, world, world.device)
     model = DataParallel(local.module, config.precision, world.device)
@@ -76,7 +76,7 @@ def build_ddp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
 
 
 def build_zero1(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
-    """Replicas, with the optimizer's state partitioned over the ranks."""
+    """Replicas, with the optimizer state partitioned over the ranks."""
     wrap_optimizer: Callable[[Optimizer], Optimizer] = (
         zero1_optimizer if world.size > 1 else lambda optimizer: optimizer
     )
@@ -94,7 +94,7 @@ def build_replicas(
     world: Distributed,
     wrap_optimizer: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer,
 ) -> EngineParts:
-    """A whole model on every rank, by torch's DistributedDataParallel where there are several."""
+    """A full model on every rank, with torch's DistributedDataParallel if there are several."""
     local = build_whole(task, config, world, world.device)
     training_forward = _training_forward(task, local.module)
     if world.size > 1:
@@ -138,7 +138,7 @@ def assemble(
     wrap_optimizer: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer,
     context: ContextParallel | None = None,
 ) -> EngineParts:
-    """The parts of an engine without pipeline stages: each rank has a replica of the model, or shards of it."""
+    """Assemble an engine without pipeline stages: each rank has a replica of the model, or shards of it."""
     executor = ModelExecutor(
         task,
         local.module,
@@ -172,7 +172,7 @@ def _shards_logits(task: Task, world: Distributed) -> bool:
 
 
 def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
-    """Stages on ranks that pass hidden states on to one another."""
+    """Stages on different ranks, which pass hidden states to one another."""
     stages = build_stages(task, config, world)
     parallel, precision = config.parallel, config.precision
     pipeline = Pipeline(
@@ -215,11 +215,11 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
 
 
 class _UsageCheck:
-    """Checks in each step that all ranks ran the same submodules of a sharded model: else the gradients are wrong.
+    """Checks in each step that all ranks ran the same submodules of a sharded model; otherwise gradients are wrong.
 
-    The ranks exchange digests of what they ran, and a rank waits for those of the others only where its own is not that
-    of its step before (of as many micro-batches). So ranks that were equal stay so, or one that has changed raises. The
-    others may have updated their weights by then, but save nothing without it.
+    The ranks exchange digests of what they ran. A rank waits for the others' digests only if its own differs from that
+    of its previous step (with the same number of micro-batches). So ranks that were equal stay equal, or one that has
+    changed raises. The others may have updated their weights by then, but save nothing without it.
     """
 
     def __init__(
@@ -231,15 +231,15 @@ class _UsageCheck:
         self._digest = 0
         self._micro_batches = 0
         self._checked: dict[int, int] = {}
-        """The digest that was last found to be that of all ranks, by the number of micro-batches."""
+        """The last digest on which all ranks agreed, by number of micro-batches."""
 
     @contextmanager
     def synchronizing(self, last: bool) -> Iterator[None]:
         """See ``TrainingForward``.
 
         Raises:
-            UserError: after the last micro-batch, where this rank used other parts than before, or in its first step,
-                and ranks used different ones.
+            UserError: after the last micro-batch, if ranks used different parts, and this rank used other parts than
+                before or is at its first step.
         """
         with self._synchronizing(last):
             yield
@@ -257,7 +257,7 @@ class _UsageCheck:
         total, squares = sums()
         if total**2 != squares * self._world.size:  # equal only if all digests are (Cauchy–Schwarz)
             raise UserError(
-                "in this step the ranks used different parts of the model: with fsdp, the gradients are wrong then",
+                "in this step the ranks used different parts of the model; with fsdp, gradients are then wrong",
                 where="parallel.strategy=fsdp",
                 remedy="set parallel.strategy=zero1 or ddp, or let the model use the same parts for every batch",
                 exit_code=ExitCode.FAILED,

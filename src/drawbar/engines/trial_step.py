@@ -18,11 +18,11 @@ from drawbar.tasks.batch import Batch
 
 @contextmanager
 def trial_step(engine: Engine, updater: TorchUpdater, micro_batches: Sequence[MicroBatch[Batch]]) -> Iterator[None]:
-    """Makes forward and backward of a step, then runs the block while the gradients are there. When it ends, weights,
-    buffers and random generators are as before the step. Every rank enters it.
+    """Context manager that runs forward and backward of a step, and keeps the gradients inside the context. On exit,
+    weights, buffers and random generators are as before the step. Collective.
 
     Args:
-        updater: the engine's; not a ``DeepSpeedUpdater``, which cannot discard gradients.
+        updater: the engine's updater; not a ``DeepSpeedUpdater``, which cannot discard gradients.
     """
     device = engine.world.device
     generators = rng_state(device)
@@ -36,8 +36,8 @@ def trial_step(engine: Engine, updater: TorchUpdater, micro_batches: Sequence[Mi
 
 
 def future_optimizer_bytes(updater: TorchUpdater) -> int:
-    """Upper limit on the bytes that the first update will add to this rank's device: an optimizer without state creates
-    up to two numbers for each weight."""
+    """Upper bound on the bytes that the first update will add to this rank's device: an optimizer without state creates
+    up to two numbers per weight."""
     total = 0
     for optimizer in map(local_optimizer, updater.optimizers):
         if not optimizer.state:

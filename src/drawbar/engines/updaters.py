@@ -1,4 +1,4 @@
-"""``TorchUpdater``: updates by torch's optimizers, of plain or sharded parameters, or with partitioned state
+"""``TorchUpdater``: updates with torch's optimizers, for plain or sharded parameters, or with partitioned state
 (ZeRO-1)."""
 
 from collections.abc import Callable
@@ -16,19 +16,19 @@ from drawbar.parallel.pipeline.schedule import add_up_tied
 from drawbar.parallel.precision import LossScaler
 
 SquaredNorm = Callable[[list[nn.Parameter], torch.device], torch.Tensor]
-"""(parameters with a gradient, device) → the sum of the squares of the whole model's gradient (0-d). With
-pipeline stages, it first adds up the gradients of a tied weight, in place."""
+"""(parameters with a gradient, device) → the sum of squares of the full model's gradient (0-d). With pipeline stages,
+it first sums the gradients of a tied weight, in place."""
 
 
 class TorchUpdater:
-    """Clips the global norm once, and lets torch's optimizers step.
+    """Clips the global norm once, then steps torch's optimizers.
 
     Args:
-        module: what this rank has of the model.
-        optimizers: of its trained parameters.
-        scaler: of the loss.
-        clip: largest global norm; None to clip nothing.
-        squared_norm: global sum of squares, including other ranks' shards.
+        module: this rank's part of the model.
+        optimizers: the optimizers of its trained parameters.
+        scaler: the loss scaler.
+        clip: maximum global norm; None disables clipping.
+        squared_norm: computes the global sum of squares, including other ranks' shards.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TorchUpdater:
         reduce_partial_grads(parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         grad_norm = (self.squared_norm(parameters, self.device).sqrt() / self.scaler.scale).float()
-        # decided from the global norm: all optimizers on all ranks must skip the update together, or none
+        # decided from the global norm, as either all optimizers on all ranks must skip the update, or none
         overflowed = self.scaler.enabled and not bool(torch.isfinite(grad_norm))
         if not overflowed:
             before_update()
@@ -91,12 +91,12 @@ def model_squared_norm(parameters: list[nn.Parameter], device: torch.device) -> 
 
 
 class StagesSquaredNorm:
-    """``SquaredNorm`` over all stages. It first adds up the gradients of the two copies of a tied weight, in place, so
-    that both are updated alike; they count once.
+    """``SquaredNorm`` over all stages. It first sums the gradients of the two copies of a tied weight, in place, so
+    that both receive the same update; they count once.
 
     Args:
-        group: the ranks that hold the model's stages, in their order.
-        tied: this rank's copy of the weight that the first and the last stage share; None on other ranks.
+        group: the ranks that hold the model's stages, in stage order.
+        tied: this rank's copy of the weight that first and last stage share; None on other ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, tied: nn.Parameter | None) -> None:

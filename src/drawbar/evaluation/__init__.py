@@ -1,1 +1,1 @@
-"""Scores over every sample exactly once, and text from a trained model."""
+"""Scores over every sample exactly once, and text generation with a trained model."""

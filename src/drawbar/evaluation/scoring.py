@@ -1,4 +1,4 @@
-"""Evaluation: sums and counts over every sample exactly once, whatever the number of processes and the batch size."""
+"""Evaluation: sums and counts over every sample exactly once, independent of number of processes and batch size."""
 
 import json
 import traceback
@@ -26,7 +26,7 @@ from drawbar.util.atomic_files import replacing, write_durably
 from drawbar.util.strict_json import json_line, json_number
 
 MOST_UNREAD = 1024
-"""Losses that may be on the device: each takes at least 512 bytes of CUDA's memory."""
+"""Maximum number of losses kept on the device: each takes at least 512 bytes of CUDA memory."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Split:
     records: Sequence[dict[str, Any]]
     samples: EncodedDataset
     kept: bool = False
-    """Whether the samples are in the cache, where the next run finds them."""
+    """Whether the samples are in the cache for the next run."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Evaluation:
 
 
 class EvaluationFailed(UserError):
-    """An evaluation failed on some rank, and every rank raises this: together they can still save."""
+    """An evaluation failed on some rank. Every rank raises this, so that together they can still save."""
 
     trace = ""
     """The traceback on that rank."""
 
     @classmethod
     def of(cls, error: BaseException, world: Distributed) -> Self:
-        """The message of ``error``; unless it is a UserError, also where it was raised."""
+        """The message of ``error``, with the line that raised it unless it is a UserError."""
         on_rank = f" on rank {world.rank}" if world.size > 1 else ""
         known = error
         if not isinstance(known, UserError):
@@ -64,7 +64,7 @@ class EvaluationFailed(UserError):
             known = UserError(
                 f"{type(error).__name__}: {error}",
                 where=f"{found[0]}, line {found[1]}" if found else None,
-                remedy="mend what the message names; the log of the run has the whole traceback",
+                remedy="correct what the message names; the log of the run has the whole traceback",
                 exit_code=ExitCode.FAILED,
             )
         what = f"the evaluation failed{on_rank}: {known.what}"
@@ -84,16 +84,16 @@ def evaluate(
     progress: Callable[[int, int], None] = lambda done, total: None,
     stop_wanted: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """Evaluate on one split. Rows are padded, and sorted by length, whatever training does.
+    """Evaluate on one split. Rows are padded and sorted by length, regardless of ``data.batching``.
 
     Args:
-        micro_batch: most that one forward takes.
+        micro_batch: maximum size of one forward.
         augment: see ``drawbar.data.prefetch.Augment``.
-        progress: called with (batches done, batches in all) of this rank.
-        stop_wanted: whether this rank was told to stop; asked after each batch.
+        progress: called with (batches done, total batches) of this rank.
+        stop_wanted: whether this rank was asked to stop; called after each batch.
 
     Returns:
-        None where any rank was told to stop: all of them give the evaluation up after the same batch.
+        None if any rank was asked to stop: all of them abandon the evaluation after the same batch.
 
     Raises:
         EvaluationFailed: a batch or the scoring failed, or the split has no targets to compute a loss over.
@@ -126,14 +126,14 @@ class _RankResults:
     """Sums and predictions of one rank."""
 
     loss: float = 0.0
-    """The sum of those batches whose losses were read, in their order."""
+    """The sum of the losses read so far, in batch order."""
     unread: list[torch.Tensor] = field(default_factory=list)
-    """The losses (0-d) of the batches since, on the device: the host would wait for each."""
+    """The losses (0-d) of later batches, still on the device, as reading each would make the host wait."""
     num_targets: float = 0.0
     predictions: list[tuple[int, Any]] = field(default_factory=list)
 
     def read(self) -> None:
-        """Add up what is unread; the host waits for the device here."""
+        """Add the unread losses; the host waits for the device here."""
         for loss in torch.stack(self.unread).tolist() if self.unread else ():
             self.loss += loss  # not sum(), whose result depends on the version of Python
         self.unread = []
@@ -147,7 +147,7 @@ class _RankResults:
 
 
 class _Vote(IntEnum):
-    """A rank's vote after each batch; the largest of all ranks counts."""
+    """A rank's vote after each batch; the largest vote wins."""
 
     GO_ON = 0
     STOP = 1
@@ -155,7 +155,7 @@ class _Vote(IntEnum):
 
 
 def _agree_to_go_on(failure: BaseException | None, stop: bool, world: Distributed) -> bool:
-    """Agree on whether to go on with the next batch. A failure on one rank is raised on all."""
+    """Agree on whether to continue with the next batch. A failure on one rank is raised on all."""
     own = _Vote.FAIL if failure is not None else _Vote.STOP if stop else _Vote.GO_ON
     try:
         agreed = world.max(own)
@@ -193,7 +193,7 @@ def _score(task: Task, split: Split, results: _RankResults, world: Distributed) 
 def _loader(
     engine: Engine, task: Task, split: Split, world: Distributed, micro_batch: MicroBatchSize, augment: Augment
 ) -> EvalLoader[Batch]:
-    """This rank's batches: of one sample, where others would change its loss or its prediction."""
+    """This rank's batches, of one sample each if other samples would change its loss or prediction."""
     model = engine.meta_model
     alone = isinstance(task, PretrainedTask) and (task.computes_alone(model) or task.predicts_alone(model))
     return EvalLoader(
@@ -226,7 +226,7 @@ def merge_scores(task: Task, of_loss: dict[str, float], own: dict[str, float]) -
     """Merge the results of ``loss_scores`` and ``score`` into one dict.
 
     Raises:
-        UserError: both give a score of one name.
+        UserError: both return a score of the same name.
     """
     both = sorted(of_loss.keys() & own.keys())
     if both:
@@ -248,7 +248,7 @@ def predict(
     predict_fn: PredictFunction,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[int, Any]:
-    """What ``predict_fn`` returns, by number of record, on rank 0. No labels are needed. Args: see ``evaluate``."""
+    """The results of ``predict_fn`` by record number, on rank 0. Needs no labels. Args: see ``evaluate``."""
     world.barrier("predicting")  # as in evaluate()
     predictions: list[tuple[int, Any]] = []
     loader = _loader(engine, task, split, world, micro_batch, augment)
@@ -263,7 +263,7 @@ def predict(
 
 
 def unknown_metric(metric: str, scores: Iterable[str], remedy: str) -> UserError:
-    """The error of an ``eval.metric`` that is none of the scores."""
+    """The error for an ``eval.metric`` that is not one of the scores."""
     names = sorted(scores)
     near = nearest(metric, names) or next((name for name in names if metric in name.split("_")), None)
     hint = f"; did you mean {near}?" if near else ""
@@ -294,7 +294,7 @@ def _merge(task: Task, split: Split, predictions: list[tuple[int, Any]]) -> list
 
 
 def with_prediction(task: Task, number: int, record: Record, predictions: Mapping[int, Any]) -> dict[str, Any]:
-    """The record as a task's ``score`` gets it: with its number, and with its prediction if it has one."""
+    """The record as passed to a task's ``score``: with its number, and its prediction if any."""
     scored = {"id": number, **record}
     if number in predictions:
         scored["prediction"] = task.postprocess(record, predictions[number])
@@ -310,7 +310,7 @@ def predictions_by_record(split: Split, predictions: list[tuple[int, Any]]) -> d
 
 
 def write_results(folder: Path, evaluation: Evaluation, step: int) -> None:
-    """Write ``scores.json`` and, where there are predictions, ``predictions.jsonl``. Each is whole or absent."""
+    """Write ``scores.json`` and, if there are predictions, ``predictions.jsonl``, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = {"step": step, "records": len(evaluation.records)}
     scores = {name: json_number(value) for name, value in evaluation.scores.items()}

@@ -1,4 +1,4 @@
-"""Text from a causal language model: prompts in a batch, with a key-value cache."""
+"""Text generation with a causal language model: batched prompts, with a key-value cache."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -31,19 +31,18 @@ class Sampling:
 
 
 PROMPTS_TOGETHER = 32
-"""How many prompts are continued at once: so a file with any number of prompts fits into memory."""
+"""Number of prompts continued at once, so that a file with any number of prompts fits into memory."""
 
 Prompt = str | list[dict[str, Any]] | dict[str, Any]
-"""The beginning of a document (empty: its very beginning), or a chat, by its chat template: its messages, or a dict of
-``messages`` and what else the template gets, such as ``tools``."""
+"""The beginning of a document (empty to start a new one), or a chat: its messages, or a dict of ``messages`` and other
+arguments of the chat template, such as ``tools``."""
 
 
 def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sampling: Sampling) -> list[str]:
-    """What the model goes on with after each prompt (the prompt itself left out). A text ends where the model has no
-    more positions.
+    """The model's continuation of each prompt, without the prompt. A text ends when the model has no more positions.
 
     Raises:
-        UserError: the model does not go on with a text, or a prompt has no tokens or more than the model has positions.
+        UserError: the model cannot continue a text, or a prompt has no tokens or more than the model has positions.
     """
     if tokenizer is None:
         raise UserError(
@@ -74,7 +73,7 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sam
 
 
 def _check_prompt_lengths(prompts: list[list[int]], positions: int, sampling: Sampling) -> None:
-    """Before any text is written: refuse a prompt longer than the positions, and warn if texts may be cut short."""
+    """Before generating: refuse a prompt with more tokens than positions, and warn if texts may be cut short."""
     lengths = list(map(len, prompts))
     longest = max(lengths)
     if longest > positions:

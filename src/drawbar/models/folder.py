@@ -143,5 +143,5 @@ def _run_of(folder: Path) -> Path | None:
 
 def _broken(what: str) -> UserError:
     return UserError(
-        what, where="task.model", remedy="mend the file, or save or fetch the model anew: it may be cut short"
+        what, where="task.model", remedy="repair the file, or save or download the model again: it may be cut short"
     )

@@ -1,1 +1,1 @@
-"""Optimizers, their parameter groups and learning-rate schedules, by the names that transformers users know."""
+"""Optimizers, their parameter groups and learning rate schedules, under the names that transformers users know."""

@@ -1,11 +1,11 @@
-"""AdamW whose moments are kept in bf16: 4 bytes for each parameter instead of 8.
+"""AdamW with moments stored in bf16: 4 bytes per parameter instead of 8.
 
-An average with ``beta2 = 0.999`` changes by about a thousandth of itself in a step, and bf16 has 8 significant bits: by
-rounding to nearest, such changes are lost, step after step (https://arxiv.org/abs/2603.16731). So moments are rounded
-stochastically (https://arxiv.org/abs/2010.06192): to one of the two neighbors, with the odds that make the mean right.
+An average with ``beta2 = 0.999`` changes by about a thousandth per step, and bf16 has 8 significant bits: rounding to
+nearest would lose such changes at every step (https://arxiv.org/abs/2603.16731). So moments are rounded stochastically
+(https://arxiv.org/abs/2010.06192): to one of the two neighbors, with probabilities that preserve the expected value.
 
-The random bits are a hash of the step and of the element's place in the full tensor. No checkpoint needs them, and they
-are the same on every rank and under every strategy: replicas stay equal, and so do the two copies that a pipeline has
+The random bits are a hash of the step and of the element's position in the full tensor. Checkpoints need not store
+them, and they are the same on every rank and under every strategy: replicas stay equal, as do a pipeline's two copies
 of a tied weight. (Under tensor parallelism, fused projections are stored in another order, and get other bits.)
 """
 
@@ -45,11 +45,11 @@ class _Part:
     moments: list[Tensor]
     step: Tensor
     offset: tuple[int, ...]
-    """Of the rows in the full tensor."""
+    """Offset of the rows in the full tensor."""
 
 
 class AdamWBf16Moments(AdamW):
-    """torch's AdamW, computed in fp32, with moments that are bf16 between steps. For parameters in fp32."""
+    """torch's AdamW, computed in fp32, with moments stored in bf16 between steps. For parameters in fp32."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -74,7 +74,7 @@ class AdamWBf16Moments(AdamW):
         """The rank's shard, in parts of about as many elements as are updated at a time. Its state is there then."""
         state = self.state[parameter]
         if not state:
-            # the fused kernel wants the count of steps beside the parameter, the others on the host
+            # the fused kernel needs the step count on the parameter's device, the others on the host
             state["step"] = torch.zeros((), device=parameter.device if group["fused"] else None)
             state |= {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS}
         tensors = (parameter, parameter.grad, *(state[name] for name in MOMENTS))
@@ -86,7 +86,7 @@ class AdamWBf16Moments(AdamW):
 
 
 def _local(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-    """This rank's part of ``tensor``, sharded as ``parameter`` is: a gradient may be sharded in another way."""
+    """This rank's part of ``tensor``, sharded like ``parameter``: a gradient may be sharded differently."""
     if isinstance(tensor, DTensor):
         return tensor.redistribute(placements=parameter.placements).to_local()
     return tensor.detach()
@@ -154,8 +154,8 @@ def store_moments(moments: list[Tensor], exact: tuple[Tensor, Tensor], step: Ten
     """Round both moments of some part of a parameter, from fp32 to the bf16 tensors that it is kept in.
 
     Args:
-        step: how many steps there were before, 0-d.
-        offset: where the part begins in the full tensor.
+        step: number of previous steps, 0-d.
+        offset: offset of the part in the full tensor.
     """
     for target, values, bits in zip(moments, exact, random_bits(moments[0], offset, step), strict=True):
         store_rounded(target, values, bits)
@@ -209,7 +209,7 @@ def _mixed(bits: Tensor, factor: int) -> Tensor:
 
 
 def store_rounded(target: Tensor, exact: Tensor, bits: Tensor) -> None:
-    """Write fp32 numbers to a bf16 tensor; up or down by chance, so that the mean is right.
+    """Write fp32 numbers to a bf16 tensor, rounded up or down at random, such that the expected value is preserved.
 
     Args:
         bits: random numbers from 0 to 2¹⁶ − 1 (int32), which it overwrites.

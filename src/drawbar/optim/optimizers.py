@@ -17,7 +17,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """The trained parameters in at most two groups: with ``weight_decay``, then without.
 
     No decay for norm layers, biases and any parameter with fewer than two dims; embeddings do decay. The first two are
-    rules of transformers' ``Trainer``, which decides mostly by name; ``is_norm`` looks at the type of the module.
+    rules of transformers' ``Trainer``, which mostly goes by name; ``is_norm`` checks the module's type.
 
     Returns:
         Groups for any ``torch.optim`` optimizer, each in the order of ``model.named_parameters()``: ``params``,
@@ -25,13 +25,13 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         parameter occurs once, under its first name; a frozen one not at all; an empty group is left out.
 
     Raises:
-        UserError: no parameter is to be trained.
+        UserError: no parameter requires training.
     """
     return split_by_decay(model, trained_names(model), weight_decay)
 
 
 def split_by_decay(model: nn.Module, names: list[str], weight_decay: float) -> list[dict[str, Any]]:
-    """The groups of :func:`parameter_groups` for the parameters with these names alone."""
+    """The groups of :func:`parameter_groups`, restricted to parameters with these names."""
     parameters = dict(model.named_parameters())
     undecayed = undecayed_names(model)
     groups = [
@@ -49,7 +49,7 @@ def split_by_decay(model: nn.Module, names: list[str], weight_decay: float) -> l
 
 
 def trained_names(model: nn.Module) -> list[str]:
-    """Names of the parameters that are not frozen, a tied one once. Raises UserError where there is none."""
+    """Names of the parameters that are not frozen, with tied ones listed once. Raises UserError if there are none."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not names:
         raise UserError(
@@ -61,7 +61,7 @@ def trained_names(model: nn.Module) -> list[str]:
 
 
 def undecayed_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay would harm: norm layers', biases, and all of fewer than two dims."""
+    """Names of the parameters without weight decay: norm layers', biases, and all with fewer than two dims."""
     in_norms = {
         id(parameter) for module in model.modules() if is_norm(module) for parameter in module.parameters(recurse=False)
     }
@@ -73,7 +73,7 @@ def undecayed_names(model: nn.Module) -> set[str]:
 
 
 def is_norm(module: nn.Module) -> bool:
-    # Each model in transformers has an RMSNorm class of its own (LlamaRMSNorm, T5LayerNorm), with no common base.
+    # Each model in transformers has its own RMSNorm class (LlamaRMSNorm, T5LayerNorm), without a common base.
     return isinstance(module, nn.LayerNorm | nn.GroupNorm | nn.RMSNorm) or type(module).__name__.endswith("Norm")
 
 
@@ -83,13 +83,13 @@ def is_bias(name: str) -> bool:
 
 
 FUSED_DEVICES = {"cpu", "cuda", "mps"}
-"""Where torch updates all parameters in one kernel."""
+"""Devices on which torch updates all parameters in one kernel."""
 
 MIN_BF16_ELEMENTS = 4096
 """Smaller parameters keep fp32 moments, which take next to no memory: as in bitsandbytes (``min_8bit_size``)."""
 
 MUON_MOMENTUM = 0.95
-"""Default of Muon's author: https://kellerjordan.github.io/posts/muon/"""
+"""Default of Muon's authors: https://kellerjordan.github.io/posts/muon/"""
 
 
 def build_optimizers(model: nn.Module, config: OptimSection) -> list[Optimizer]:

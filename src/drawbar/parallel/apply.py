@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.nn.attention.varlen  # registers its operation
+import torch.nn.attention.varlen  # registers its operator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -41,15 +41,15 @@ KEPT_NAMESPACES = ("_c10d_functional", "torch_attn", "flash_attn", "flash_attn_3
 def checkpoint_activations(
     model: nn.Module, setting: Literal["none", "full", "selective", "attention"] | EveryKthBlock
 ) -> None:
-    """Let the backward pass compute the repeated blocks again. Changes the model in place; no module is renamed.
+    """Make the backward pass recompute the repeated blocks. Changes the model in place; no module is renamed.
 
-    Random numbers are drawn again as they were, so dropout drops the same. Blocks compute as before where no backward
-    pass will follow: in evaluation, and without gradients.
+    The RNG state is restored for the recomputation, so dropout masks are the same. Forwards that no backward pass will
+    follow (in evaluation, or without gradients) are unchanged.
 
     Args:
-        setting: which results of a block's forward are kept: ``full``: none; ``attention``: those of attention and of
-            collectives; ``selective``: those, and of matrix products. ``EveryKthBlock`` is ``full`` of every k-th
-            block; the other blocks keep all.
+        setting: which outputs of a block's forward are kept. ``full``: none; ``attention``: those of attention and of
+            collectives; ``selective``: these, and those of matrix products. ``EveryKthBlock`` is ``full`` for every
+            k-th block; the other blocks keep everything.
 
     Raises:
         UserError: the model has no repeated blocks.
@@ -69,7 +69,7 @@ def _recomputed(forward: Forward, policy: Callable[..., CheckpointPolicy] | None
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return forward(self, *args, **kwargs)
-        # a block that is computed twice would append to the cache twice
+        # a recomputed block would append to the cache twice
         args = tuple(_without_cache(value) for value in args)
         kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
         return checkpoint(forward, self, *args, use_reentrant=False, **contexts, **kwargs)
@@ -117,8 +117,8 @@ def parallelize(
     (``ddp`` without model parallelism is not applied here: DDP wraps the model after its weights are loaded.)
 
     Args:
-        parallel: with ``strategy`` resolved: not ``auto``.
-        mesh: all axes of ``dims``; None where nothing is sharded or replicated here (one process, DDP, DeepSpeed).
+        parallel: settings with ``strategy`` resolved (not ``auto``).
+        mesh: all axes of ``dims``; None if nothing is sharded or replicated here (one process, DDP, DeepSpeed).
     """
     if stream_dtype(precision) == torch.bfloat16:
         keep_stream_in_bf16(model)

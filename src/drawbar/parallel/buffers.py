@@ -1,4 +1,4 @@
-"""Synchronizes buffers that training changes, such as the running statistics of batch norm, which differ by rank."""
+"""Synchronizes buffers that training changes and that differ between ranks, such as batch norm's running statistics."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def share_buffers(model: nn.Module, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Give every rank the buffers of the first, as torch's DDP does in each forward, in place. Every rank calls it.
+    """Broadcast the buffers of the first rank to all others, in place, as torch's DDP does in each forward. Collective.
 
     Args:
-        groups: one for each axis of the mesh along which all ranks are to hold the same buffers.
+        groups: one group per mesh axis along which all ranks must hold the same buffers.
     """
     for group in groups:
         for buffer in model.buffers():
@@ -29,7 +29,7 @@ def share_buffers(model: nn.Module, groups: Iterable[dist.ProcessGroup]) -> None
 
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Context that restores the buffers at its end."""
+    """Context manager that restores the buffers on exit."""
     found = (buffer.to_local() if isinstance(buffer, DTensor) else buffer for buffer in model.buffers())
     buffers = [(buffer, buffer.clone()) for buffer in found]
     try:
@@ -37,6 +37,6 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, before in buffers:
-                # an expanded tensor cannot be written to; but then it has not changed either
+                # an expanded tensor cannot be written to, so it has not changed either
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)

@@ -1,12 +1,11 @@
-"""Cross-entropy of a language model's head, for one chunk of targets at a time, never with the logits of all.
+"""Cross-entropy of a language model's head, computed one chunk of targets at a time, without materializing all logits.
 
-The gradients of a chunk are computed in the forward pass, while its logits are there (as in Liger Kernel, Hsu et al.
-2024, arXiv:2410.10989); backward only scales them (fp16: computes them). Positions without a target are left out.
+The gradients of a chunk are computed in the forward pass, while its logits are in memory (as in Liger Kernel, Hsu et
+al. 2024, arXiv:2410.10989); backward only scales them (fp16: computes them). Positions without a target are skipped.
 
-Between its matrix products a chunk's logits are read and written several times. Compiled, they are read twice and
-written once, in their own dtype, and there is no copy of them in fp32 (but for a model that changes its logits). Losses
-and gradients then differ in the last bits of fp32, so it is compiled only where a run asks for compiled code
-(``parallel.compile``).
+Between the matrix products, a chunk's logits are read and written several times. Compiled, they are read twice and
+written once, in their own dtype, without an fp32 copy (unless the model transforms its logits). Losses and gradients
+then differ in the last bits of fp32, so this code is compiled only if the run requests it (``parallel.compile``).
 
 B: rows, L: tokens in a row, N: targets, C: targets in a chunk, H: hidden size, V: the vocabulary, or this rank's shard.
 """
@@ -23,14 +22,14 @@ from torch import Tensor
 from drawbar.parallel.compile import is_uncompiled
 
 Transform = Callable[[Tensor], Tensor]
-"""What a model does to its logits after the head (a soft cap, say): elementwise, (C, V) → (C, V)."""
+"""A model's elementwise transformation of its logits after the head, such as a soft cap: (C, V) → (C, V)."""
 
 SMALL_CHUNK = 2**27
-"""Bytes of fp32 logits that a chunk may always have."""
+"""Size of fp32 logits that is always allowed for a chunk, in bytes."""
 
 
 class LossTargets(NamedTuple):
-    """Which of the B·L positions have a target (indices into the flattened rows), and the labels of all positions."""
+    """The positions with a target (indices into the B·L flattened positions), and the labels of all positions."""
 
     positions_N: Tensor
     labels_BL: Tensor
@@ -46,16 +45,17 @@ class LossTargets(NamedTuple):
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's part of a vocabulary that tensor-parallel ranks share."""
+    """This rank's shard of a vocabulary that is sharded over tensor-parallel ranks."""
 
     group: dist.ProcessGroup
     start: int
-    """The first token of it."""
+    """Its first token."""
 
 
 def targets_in_chunk(vocabulary: int, hidden: int) -> int:
-    """How many targets a chunk has: its fp32 logits take at most 128 MiB, or, where that is more, half of what the fp32
-    gradient of the head's weight takes. With fewer, adding up that gradient would cost more than computing it."""
+    """Number of targets in a chunk: its fp32 logits take at most 128 MiB or half the size of the fp32 gradient of the
+    head's weight, whichever is larger. With smaller chunks, accumulating that gradient would cost more than computing
+    it."""
     return max(1, SMALL_CHUNK // (4 * vocabulary), hidden // 2)
 
 
@@ -69,18 +69,17 @@ def chunked_cross_entropy(
     chunk: int | None = None,
     compiled: bool = False,
 ) -> Tensor:
-    """The sum of the cross entropies of ``hidden_NH @ weight_VH.T + bias_V`` in fp32, 0-d. Its backward can run
-    once: that gives away the gradients which the forward has computed.
+    """The summed cross-entropy of the logits ``hidden_NH @ weight_VH.T + bias_V``, in fp32 (0-d). Its backward can run
+    only once, as it hands out the gradients that the forward has computed.
 
-    Under autocast the matrix products have its dtype. Every rank of a ``shard``'s group calls it with the same hidden
-    states, and gets the whole loss; the gradient of the hidden states is then to be summed over the group.
+    Under autocast, the matrix products use its dtype. Every rank in the group of ``shard`` must call this with the same
+    hidden states, and gets the full loss; the caller must then sum the gradient of the hidden states over the group.
 
     Args:
-        transform: elementwise, between the matrix product and the loss.
-        shard: the part of the vocabulary whose rows ``weight_VH`` has; None for the whole vocabulary.
-        chunk: targets in a chunk, by default ``targets_in_chunk``.
-        compiled: whether torch compiles what is between the matrix products; ``transform`` then has to be code that
-            it can compile.
+        transform: elementwise function between the matrix product and the loss.
+        shard: the part of the vocabulary in the rows of ``weight_VH``; None for the full vocabulary.
+        chunk: number of targets in a chunk; defaults to ``targets_in_chunk``.
+        compiled: compile the code between the matrix products with torch; ``transform`` must then be compilable.
     """
     device = hidden_NH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
@@ -102,20 +101,20 @@ class _How:
     shard: VocabularyShard | None
     chunk: int
     dtype: torch.dtype
-    """Of the matrix products."""
+    """Dtype of the matrix products."""
     with_gradients: bool
     compiled: bool
 
 
 class _Gradients(NamedTuple):
-    """The gradients so far; None for those that nobody asks for."""
+    """The gradients accumulated so far; None for those not required."""
 
     hidden_NH: Tensor | None
     weight_VH: Tensor | None
     bias_V: Tensor | None
 
     def add(self, chunk: slice, gradient_CV: Tensor, hidden_CH: Tensor, weight_VH: Tensor) -> None:
-        """Add the gradients of one chunk; its logits have the gradient ``gradient_CV``."""
+        """Add the gradients of one chunk, given the gradient of its logits, ``gradient_CV``."""
         if self.hidden_NH is not None:
             self.hidden_NH[chunk] = gradient_CV @ weight_VH
         if self.bias_V is not None:
@@ -127,7 +126,7 @@ class _Gradients(NamedTuple):
 
 
 def _new_gradients(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needed: tuple[bool, ...]) -> _Gradients:
-    """Memory for the gradients; those of weight and bias are zeros, to add up the chunks in fp32 at least."""
+    """Allocate the gradients; those of weight and bias are zeros, to accumulate the chunks in at least fp32."""
     exact = torch.promote_types(weight_VH.dtype, torch.float32)
     return _Gradients(
         torch.empty_like(hidden_NH) if needed[0] else None,
@@ -142,7 +141,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, how: _How
     ) -> Tensor:
         needed = ctx.needs_input_grad[:3] if how.with_gradients else (False,) * 3
-        # fp16 has no room for unscaled gradients: they are computed in backward, where the scale is known
+        # unscaled gradients would underflow in fp16: compute them in backward, where the scale is known
         ctx.recompute = any(needed) and how.dtype == torch.float16
         if ctx.recompute:
             ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N)
@@ -158,12 +157,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             hidden_NH, weight_VH, bias_V, labels_N = ctx.saved_tensors
             _, found = _run(hidden_NH, weight_VH, bias_V, labels_N, ctx.how, ctx.needs_input_grad[:3], outer[0])
         else:
-            # scaled in place, and so once only: a copy would cost as much memory as the weight
+            # scaled in place, so only once: a copy would take as much memory as the weight
             found, ctx.gradients = ctx.gradients, None
             for gradient in found:
                 if gradient is not None:
                     gradient *= outer[0]
-        # rounded as autocast rounds them, so that they are the same where FSDP has gathered the weight in this dtype
+        # rounded as by autocast, so that they are the same if FSDP has gathered the weight in this dtype
         rounded = (None if one is None else one.to(ctx.how.dtype) for one in found)
         given = (None if one is None else one.to(dtype) for one, dtype in zip(rounded, ctx.dtypes, strict=True))
         return (*given, None, None)
@@ -178,14 +177,14 @@ def _run(
     needed: tuple[bool, ...],
     scale: Tensor | None = None,
 ) -> tuple[Tensor, _Gradients]:
-    """The loss, and its gradients times ``scale`` (1 by default)."""
+    """The loss, and its gradients multiplied by ``scale`` (default: 1)."""
     gradients = _new_gradients(hidden_NH, weight_VH, bias_V, needed)
     dtype, shard = how.dtype, how.shard
     with torch.autocast(hidden_NH.device.type, enabled=False):
         hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
         bias_V = None if bias_V is None else bias_V.to(dtype)
         loss = hidden_NH.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
-        # the same memory for all chunks: to get so much anew each time takes longer than some of the operators
+        # the same memory for all chunks: allocating this much each time takes longer than some of the operators
         chunk = min(how.chunk, len(hidden_NH))
         logits_memory = hidden_NH.new_empty(chunk, len(weight_VH))
         softmax = _CompiledSoftmax(how) if how.compiled else _Softmax(how, logits_memory)
@@ -198,7 +197,7 @@ def _run(
             if any(needed):
                 gradient_CV = softmax.gradient(logits_CV, log_p_C1, index_C1, here_C1, scale)
                 gradients.add(slice(start, start + len(labels_C)), gradient_CV, hidden_CH, weight_VH)
-        if shard is not None:  # each rank has the terms of the labels in its own shard
+        if shard is not None:  # each rank has only the terms of labels in its shard
             dist.all_reduce(loss, group=shard.group)
     return loss, gradients
 
@@ -210,10 +209,10 @@ def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, out: Te
 
 
 class _Softmax:
-    """The softmax of a chunk's logits, and then its gradient, by torch's own operators.
+    """The softmax of a chunk's logits, and then its gradient, with torch's operators.
 
     Args:
-        logits_memory: that of all chunks' logits.
+        logits_memory: buffer for the logits, shared by all chunks.
     """
 
     def __init__(self, how: _How, logits_memory: Tensor) -> None:
@@ -223,7 +222,7 @@ class _Softmax:
         self.memory = logits_memory if in_place else logits_memory.new_empty(logits_memory.shape, dtype=exact)
 
     def log_p(self, logits_CV: Tensor, index_C1: Tensor) -> Tensor:
-        """The logarithm of the probability of the token in each row's column ``index_C1``, (C, 1)."""
+        """The log-probability of the token in each row's column ``index_C1``, (C, 1)."""
         self.before_CV, self.after_CV = _transformed(logits_CV, self.how.transform)
         self.log_p_CV = _log_softmax(self.after_CV.detach(), self.memory[: len(logits_CV)], self.how.shard)
         return self.log_p_CV.gather(1, index_C1)
@@ -231,8 +230,8 @@ class _Softmax:
     def gradient(
         self, logits_CV: Tensor, log_p_C1: Tensor, index_C1: Tensor, here_C1: Tensor, scale: Tensor | None
     ) -> Tensor:
-        """The gradient of the logits, in their dtype: the probabilities, less 1 where the label is. It may be in the
-        memory of the logits."""
+        """The gradient of the logits, in their dtype: the probabilities, minus 1 at the label. It may share the logits'
+        memory."""
         of_labels_C1 = torch.where(here_C1, log_p_C1.expm1(), log_p_C1.exp())
         if self.how.transform is None and scale is None and logits_CV.is_cuda:  # rounded in the kernel of exp
             out_CV = torch.exp(self.log_p_CV, out=logits_CV)
@@ -246,7 +245,7 @@ class _Softmax:
 
 
 class _CompiledSoftmax:
-    """The same as ``_Softmax``, in two kernels: one reads the logits, the other replaces them by their gradient."""
+    """As ``_Softmax``, in two kernels: one reads the logits, the other overwrites them with their gradient."""
 
     def __init__(self, how: _How) -> None:
         self.how = how
@@ -271,7 +270,7 @@ def _compiled_kernels() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[
 
 
 def _sum_and_label(logits_CV: Tensor, index_C1: Tensor, transform: Transform | None) -> tuple[Tensor, Tensor]:
-    """The logarithm of the sum of the exponentials of each row, and its logit in column ``index_C1``; both (C, 1)."""
+    """The log-sum-exp of each row, and its logit in column ``index_C1``; both (C, 1)."""
     exact_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     after_CV = exact_CV if transform is None else transform(exact_CV)
     return after_CV.logsumexp(1, keepdim=True), after_CV.gather(1, index_C1)
@@ -280,7 +279,7 @@ def _sum_and_label(logits_CV: Tensor, index_C1: Tensor, transform: Transform | N
 def _replace_by_gradient(
     logits_CV: Tensor, log_sum_C1: Tensor, label_C1: Tensor, scale: Tensor | None, transform: Transform | None
 ) -> None:
-    """Write the gradient of the logits over them. The label of a row is -1 where another shard has it."""
+    """Overwrite the logits with their gradient. The label of a row is -1 if another shard has it."""
     after_CV, pull_back = logits_CV.to(log_sum_C1.dtype), None
     if transform is not None:
         after_CV, pull_back = torch.func.vjp(transform, after_CV)
@@ -295,7 +294,8 @@ def _replace_by_gradient(
 
 
 def _transformed(logits_CV: Tensor, transform: Transform | None) -> tuple[Tensor, Tensor]:
-    """The logits before and after ``transform``: with a transform, in fp32 at least, and joined by a graph."""
+    """The logits before and after ``transform``; with a transform, in at least fp32 and connected by an autograd
+    graph."""
     if transform is None:
         return logits_CV, logits_CV
     with torch.enable_grad():
@@ -304,19 +304,19 @@ def _transformed(logits_CV: Tensor, transform: Transform | None) -> tuple[Tensor
 
 
 def _log_softmax(logits_CV: Tensor, out: Tensor, shard: VocabularyShard | None) -> Tensor:
-    """The logarithms of the probabilities. ``out`` may be the memory of the logits: each is read, then written."""
+    """The log-probabilities. ``out`` may be the memory of the logits: each is read, then written."""
     first_C = logits_CV[:, 0].clone()
     # torch would make another copy in the format of ``out``
     exact_CV = logits_CV if logits_CV.dtype == out.dtype else out.copy_(logits_CV)
     log_p_CV = torch.log_softmax(exact_CV, 1, out=out)
     if shard is None:
         return log_p_CV
-    own_C = first_C - log_p_CV[:, 0]  # the logarithm of the sum of the exponentials
+    own_C = first_C - log_p_CV[:, 0]  # the log-sum-exp
     return log_p_CV.add_((own_C - _of_all_shards(own_C, shard)).unsqueeze(1))
 
 
 def _of_all_shards(own_C: Tensor, shard: VocabularyShard) -> Tensor:
-    """The logarithm of the sum of the exponentials of all logits, from that of each rank's."""
+    """The log-sum-exp of all logits, from that of each rank's logits."""
     of_ranks = own_C.new_empty(shard.group.size() * len(own_C))
     dist.all_gather_into_tensor(of_ranks, own_C, group=shard.group)
     return of_ranks.view(-1, len(own_C)).logsumexp(0)

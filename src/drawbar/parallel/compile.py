@@ -21,7 +21,7 @@ _is_off = ContextVar("compiled blocks are off", default=False)
 
 @contextmanager
 def uncompiled_blocks() -> Iterator[None]:
-    """Context in which compiled blocks, and a compiled loss, run as they were before."""
+    """Context manager in which compiled blocks and a compiled loss run uncompiled."""
     token = _is_off.set(True)
     try:
         yield
@@ -30,15 +30,15 @@ def uncompiled_blocks() -> Iterator[None]:
 
 
 def is_uncompiled() -> bool:
-    """Whether this is inside of ``uncompiled_blocks``."""
+    """Whether this is inside ``uncompiled_blocks``."""
     return _is_off.get()
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile each repeated block, in place. A block's hooks (FSDP's) stay outside of what is compiled.
+    """Compile each repeated block, in place. A block's hooks (FSDP's) stay outside the compiled code.
 
-    A block is compiled for the sizes of its first call, and when these change, once more for all sizes. With sharded
-    matrices (tensor parallelism) torch compiles only fixed sizes: the first eight. Other sizes run uncompiled.
+    A block is compiled for the sizes of its first call and, when these change, once more for dynamic sizes. With
+    sharded matrices (tensor parallelism), torch compiles only fixed sizes: the first eight. Others run uncompiled.
 
     Raises:
         UserError: the model has no repeated blocks.
@@ -52,7 +52,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def _compiled(forward: Forward, dynamic: bool | None) -> Forward:
-    """Only training runs compiled code: generation would compile anew for each token, as its cache grows."""
+    """Only training runs compiled code: generation would recompile for each token, as its cache grows."""
     compiled = torch.compile(forward, dynamic=dynamic)
 
     def either(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -63,10 +63,10 @@ def _compiled(forward: Forward, dynamic: bool | None) -> Forward:
 
 
 class CompileClock:
-    """Counts the seconds that torch compiles for in this process, from now on."""
+    """Counts the seconds that torch spends compiling in this process, from its creation on."""
 
     def __init__(self) -> None:
-        from drawbar.runtime.torch_internals import (  # seconds to import: for runs that compile
+        from drawbar.runtime.torch_internals import (  # takes seconds to import: only for runs that compile
             on_compile_end,
             on_compile_start,
         )
@@ -84,17 +84,18 @@ class CompileClock:
 
 
 def check_compiler(device: torch.device, local_ranks: int) -> None:
-    """Compile one addition, and so find out before training what is missing.
+    """Compile one addition, to find out before training whether anything is missing.
 
     Args:
-        local_ranks: of this machine. They share its cores, unless the environment says how many compile.
+        local_ranks: number of ranks on this machine, which share its cores for compiling unless the environment sets
+            the number of compile threads.
 
     Raises:
         UserError: torch cannot compile on this machine: there is no C++ compiler, or no triton.
     """
-    from drawbar.runtime.torch_internals import config as inductor  # a second to import: for runs that compile
+    from drawbar.runtime.torch_internals import config as inductor  # slow to import: only for runs that compile
 
-    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # else each rank starts a process for each core, up to 32
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # otherwise each rank starts a process per core, up to 32
         inductor.compile_threads = min(inductor.compile_threads, max(1, usable_cores() // local_ranks))
     try:
         torch.compile(_add_one)(torch.zeros(1, device=device))

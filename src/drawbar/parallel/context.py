@@ -1,8 +1,9 @@
 """Context parallelism: each sequence is sharded over several ranks, which compute ring attention.
 
-By torch's ``context_parallel`` (Ring Attention, Liu et al. 2023, arXiv:2310.01889): each rank has the queries of its
-own tokens, and gets the keys and values of the others. In a causal model the last tokens look at all others and the
-first at none, so each rank gets a piece from the head of the sequence and its counterpart from the tail.
+Uses torch's ``context_parallel`` (Ring Attention, Liu et al. 2023, arXiv:2310.01889): each rank has the queries of its
+own tokens, and receives the keys and values of the others. In a causal model the last tokens attend to all others and
+the first to none, so for balance each rank gets a piece from the head of the sequence and its counterpart from the
+tail.
 
 B: rows, L: tokens in a row, P: tokens of this rank, V: vocabulary.
 """
@@ -24,18 +25,19 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from drawbar.errors import UserError
 
 DEVICES = {"cuda": 32}
-"""Device types for which torch has ring attention, with the number that must divide the tokens of a chunk: the
-kernel for fp32 pads its log-sum-exps to a multiple of 32, and the ring takes the padding for tokens."""
+"""Device types for which torch has ring attention, with the number that must divide the tokens of a chunk: the fp32
+kernel pads its log-sum-exps to a multiple of 32, and the ring would treat the padding as tokens."""
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-"""The kernels that ring attention uses here. torch has one for cuDNN, too, which no test of drawbar covers; the math
-kernel would attend to this rank's tokens alone."""
+"""The kernels that ring attention uses here. torch also supports cuDNN, which drawbar does not test; the math kernel
+would attend only to this rank's tokens."""
 RING = "drawbar_ring"
-"""What transformers knows :func:`_attend` by. It has no mask of that name, so it builds none."""
+"""The name under which :func:`_attend` is registered in transformers, which has no mask of that name and so builds
+none."""
 FIELDS = {"input_ids", "labels", "attention_mask"}
 FAMILIES = {"gemma", "gpt2", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo2", "phi", "phi3", "qwen2"}
 FAMILIES |= {"qwen3", "smollm3", "starcoder2"}
-"""Causal decoders that take positions from outside. Only those are here whose gradients the tests compare with those of
-one process: others may compute wrongly in silence, as a layer that carries a state along the sequence does."""
+"""Causal decoders that accept positions as inputs. Only families whose gradients are tested against one process are
+listed: others may silently compute wrong results, such as a layer that carries a state along the sequence."""
 
 
 def check_context(device: torch.device, label_placement: str | None) -> None:
@@ -59,12 +61,12 @@ def check_context(device: torch.device, label_placement: str | None) -> None:
 
 
 class ContextParallel:
-    """Shards batches along the sequence, and lets a model compute ring attention on them.
+    """Shards batches along the sequence, and makes a model compute ring attention on them.
 
     Args:
-        model: a causal decoder of transformers, with sdpa attention over all tokens before.
-        mesh: the ranks that share a sequence: ``cp`` alone.
-        ignored: the label of tokens that are no targets.
+        model: a causal decoder of transformers, with sdpa attention over all previous tokens.
+        mesh: the ranks that share a sequence: only ``cp``.
+        ignored: the label of tokens that are not targets.
 
     Raises:
         UserError: context parallelism does not support this model.
@@ -78,14 +80,14 @@ class ContextParallel:
         self.ignored = ignored
 
     def cut(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's piece of a batch, on the device of the batch. Cut batches before they are copied to a GPU: their
-        values are looked at, and the host would wait for it.
+        """This rank's piece of a batch, on the batch's device. Cut batches before they are copied to a GPU, as reading
+        their values there would make the host wait.
 
-        Labels are shifted to where they are predicted before the row is cut, so a piece has the label of its last
-        token, too. An ignored column in front makes up for the shift of the task's loss: see :meth:`align`.
+        Labels are shifted to where they are predicted before the row is cut, so a piece also has the label of its last
+        token. An ignored column in front compensates for the shift in the task's loss: see :meth:`align`.
 
         Args:
-            batch: ``input_ids`` and ``labels`` (B, L); an ``attention_mask`` must be that of padding on the right.
+            batch: ``input_ids`` and ``labels`` (B, L); an ``attention_mask`` may only mask padding on the right.
 
         Returns:
             ``input_ids`` and ``position_ids`` (B, P), and ``labels`` (B, P + 1).
@@ -101,9 +103,9 @@ class ContextParallel:
 
     @contextmanager
     def ring(self) -> Iterator[None]:
-        """Context for the forward and backward of a piece, in which attention is that of the whole sequence. Every rank
-        of the mesh must enter it."""
-        # the smallest tensor that torch agrees to cut, as it insists on one
+        """Context manager for the forward and backward of a piece, in which attention covers the whole sequence. Every
+        rank of the mesh must enter it."""
+        # the smallest tensor that torch can cut, as it requires one
         token_of_each_chunk = torch.zeros(1, 2 * self.mesh.size(), device=self.mesh.device_type)
         before, self.config._attn_implementation = self.config._attn_implementation, RING
         try:
@@ -118,7 +120,7 @@ class ContextParallel:
             self.config._attn_implementation = before
 
     def _full_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The padded full batch that will be split into two chunks per rank, with the labels shifted by one."""
+        """The padded full batch, with the labels shifted by one, to be split into two chunks per rank."""
         unknown = sorted(batch.keys() - FIELDS)
         if unknown:
             raise UserError(
@@ -136,7 +138,7 @@ class ContextParallel:
         tokens_BL, labels_BL = batch["input_ids"], batch["labels"]
         rows, length = tokens_BL.shape
         rest = -length % (2 * self.mesh.size() * DEVICES[self.mesh.device_type])
-        # tokens that fill up the row have no position of their own: the model may have none left
+        # padding tokens get no positions of their own, as the model may have none left
         positions_L = torch.arange(length + rest, device=tokens_BL.device).clamp(max=length - 1)
         return {
             "input_ids": functional.pad(tokens_BL, (0, rest)),
@@ -146,7 +148,7 @@ class ContextParallel:
 
     def align(self, outputs: Any) -> Any:
         """Append one position of zeros to the logits: (B, P + 1, V). A task pairs all positions but the last with all
-        labels but the first: so only that position and the ignored first label are dropped from a shard."""
+        labels but the first, so it drops only that position and the ignored first label."""
         outputs.logits = functional.pad(outputs.logits, (0, 0, 0, 1))
         return outputs
 
@@ -157,7 +159,7 @@ class ContextParallel:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model, with or without weights, whose sequences context parallelism cannot cut."""
+    """Refuse a model, with or without weights, that context parallelism does not support."""
 
     def fault(what: str, remedy: str = "set parallel.context=1") -> UserError:
         return UserError(f"{what} cannot be cut along the sequence", where="parallel.context", remedy=remedy)
@@ -169,7 +171,7 @@ def check_model(model: nn.Module) -> None:
             f"a {family or type(model).__name__} model",
             f"set parallel.context=1; these families can be cut: {', '.join(sorted(FAMILIES))}",
         )
-    # a configuration without layer types has one kind of attention in all layers
+    # a configuration without layer types has the same attention in all layers
     every_layer = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     partial = set(getattr(config, "layer_types", None) or [every_layer]) - {"full_attention"}
     if partial:
@@ -196,7 +198,7 @@ def _attend(
             "or parallel.context=1",
         )
     groups = query.shape[1] // key.shape[1]
-    if query.dtype == torch.float32 and groups > 1:  # the kernel for fp32 wants as many key heads as query heads
+    if query.dtype == torch.float32 and groups > 1:  # the fp32 kernel needs as many key heads as query heads
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     others["is_causal"] = True
     with sdpa_kernel(KERNELS):

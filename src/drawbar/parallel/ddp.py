@@ -1,5 +1,5 @@
-"""Replicas by torch's DistributedDataParallel; and ``gradient_sync``: in which micro-batch gradients are reduced, under
-DDP, FSDP and for replicas on a mesh.
+"""Replicas with torch's DistributedDataParallel; and ``gradient_sync``, which controls in which micro-batch gradients
+are reduced, under DDP, FSDP and for replicas on a mesh.
 """
 
 import inspect
@@ -22,10 +22,10 @@ from drawbar.runtime.torch_internals import ReplicateModule
 
 
 class DataParallel(nn.DataParallel):
-    """torch's own, which computes in ``precision``.
+    """``nn.DataParallel`` that computes in ``precision``.
 
-    Replicas compute in threads, each with its own autocast state. torch passes on whether autocast is on, but not its
-    dtype: without this class, bf16 would become fp16 in the threads, without a loss scaler.
+    Replicas run in threads, each with its own autocast state. torch passes on whether autocast is enabled, but not its
+    dtype: without this class, the threads would use fp16 instead of bf16, without a loss scaler.
     """
 
     def __init__(self, module: nn.Module, precision: str, device: torch.device) -> None:
@@ -43,8 +43,8 @@ class DataParallel(nn.DataParallel):
         return compute
 
 
-# buffers are shared before evaluation and saving (``parallel.buffers``), and not in every forward. The setting of
-# torch 2.13, unlike the older one, does not switch off the broadcast that DDP makes when it is built
+# buffers are synchronized before evaluation and saving (``parallel.buffers``), not in every forward. The option of
+# torch 2.13, unlike the older one, does not disable the broadcast at DDP's construction
 _NEW_NAME = "forward_sync_buffers"
 _BUFFERS = _NEW_NAME if _NEW_NAME in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
 
@@ -54,7 +54,7 @@ _BROADCAST_DTYPES = frozenset(
         *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
     ]
 )
-"""What gloo and NCCL can both broadcast."""
+"""Dtypes that both gloo and NCCL can broadcast."""
 
 warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
 
@@ -75,23 +75,23 @@ class _LossOf(nn.Module):
 def replicate(
     model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor], reduce_dtype: str = "fp32"
 ) -> DistributedDataParallel:
-    """What computes ``loss(model, batch)`` for a batch, with the gradients averaged over all ranks in its backward.
+    """A DDP module that computes ``loss(model, batch)``, and whose backward averages the gradients over all ranks.
 
-    A parameter gets a gradient where the loss of any rank depends on it, and none where no loss does, as in one
-    process. Finding unused ones costs a walk through the graph of each step's last micro-batch, and a small all-reduce.
-    For a llama of 28 layers the walk took the host 0.9 ms, while a GPU still computes the forward: of 54 ms for forward
-    and backward. What would spare it (edges from the loss to every parameter) took no less; and without it, an expert
-    that one rank's rows do not use would make the others wait for that rank for ever.
+    As in one process, a parameter gets a gradient if the loss of any rank depends on it, and none otherwise. Finding
+    unused parameters costs a walk through the graph of each step's last micro-batch, and a small all-reduce. For a
+    28-layer Llama the walk took 0.9 ms of host time, of 54 ms for forward and backward, while the GPU still computed
+    the forward. The alternative (edges from the loss to every parameter) took no less; and without either, an expert
+    not used by one rank's rows would make the others wait for that rank forever.
 
     Raises:
-        UserError: a buffer is of a dtype that DDP cannot broadcast.
+        UserError: a buffer has a dtype that DDP cannot broadcast.
     """
     for name, buffer in model.named_buffers():
         if buffer.dtype not in _BROADCAST_DTYPES:
             raise UserError(
                 f"DDP broadcasts all buffers when it is built, and cannot broadcast {name}: it is {buffer.dtype}",
                 where="parallel.strategy",
-                remedy="make it torch.int32 or torch.float32; or train with fsdp",
+                remedy="make it torch.int32 or torch.float32, or train with fsdp",
             )
     replica = DistributedDataParallel(
         _LossOf(model, loss), gradient_as_bucket_view=True, find_unused_parameters=True, **{_BUFFERS: False}
@@ -102,13 +102,14 @@ def replicate(
 
 
 def _all_reduce_in_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook under another name: without NCCL torch refuses it by name, though gloo can reduce bf16, too."""
+    """torch's hook under another name: without NCCL, torch refuses it by name, although gloo can reduce bf16."""
     return bf16_compress_hook(group, bucket)
 
 
 def gradient_sync(model: nn.Module, last: bool, gathers_once: bool = False) -> AbstractContextManager[None]:
-    """Context for forward and backward of one micro-batch: gradients are all-reduced over replicas only in the ``last``
-    one of a step. Over shards they are reduced in each: unsharded gradients would take the memory that sharding saves.
+    """Context manager for forward and backward of one micro-batch: gradients are all-reduced over replicas only in the
+    ``last`` one of a step. Over shards they are reduced in each one, as unsharded gradients would take the memory that
+    sharding saves.
 
     Args:
         gathers_once: keep weights and gradients unsharded for the whole step: gather in the first micro-batch, reduce

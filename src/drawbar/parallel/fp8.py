@@ -1,4 +1,4 @@
-"""Linear layers whose products are computed in fp8 while they train (arXiv:2209.05433), by torchao."""
+"""Linear layers that multiply in fp8 during training (arXiv:2209.05433), with torchao."""
 
 from dataclasses import replace
 from functools import wraps
@@ -11,21 +11,21 @@ from drawbar.parallel.blocks import blocks_for
 
 SETTING = "parallel.fp8"
 LEAST_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
-"""Compute capability from which NVIDIA GPUs have kernels, by recipe: one scale for a matrix, or one for each row."""
+"""Minimum compute capability of NVIDIA GPUs, by recipe: one scale per matrix, or one per row."""
 MULTIPLE = 16
-"""The kernels take matrices whose sizes are multiples of this."""
+"""Matrix sizes must be multiples of this for the kernels."""
 
 
 def check_fp8(recipe: str, device: torch.device) -> None:
-    """Find out before the model is built whether its layers can be converted, on a CUDA device.
+    """Check, before the model is built, whether a CUDA device supports the recipe.
 
     Raises:
-        UserError: the GPU does not multiply in fp8, or torchao is not installed.
+        UserError: the GPU does not support fp8 matrix products, or torchao is not installed.
     """
     has, least = torch.cuda.get_device_capability(device), LEAST_CAPABILITY[recipe]
     if torch.version.hip or has < least:
         raise UserError(
-            f"fp8 with {recipe} scales needs an NVIDIA GPU of compute capability {least[0]}.{least[1]} or more, "
+            f"fp8 with {recipe} scales needs an NVIDIA GPU with compute capability {least[0]}.{least[1]} or higher, "
             f"and {torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}",
             where=SETTING,
             remedy=f"set {SETTING}=null; tensorwise needs 8.9, and rowwise 9.0",
@@ -41,14 +41,14 @@ def check_fp8(recipe: str, device: torch.device) -> None:
 
 
 def compute_in_fp8(model: nn.Module, recipe: str) -> None:
-    """Let trained linear layers inside the repeated blocks multiply in fp8, in place, where both sizes of the weight
-    are multiples of ``MULTIPLE``; others stay as they are. Call this before the model is parallelized. Parameters,
-    their names and their dtypes stay as they are, and so does evaluation.
+    """Make trained linear layers inside the repeated blocks multiply in fp8, in place, if both sizes of the weight are
+    multiples of ``MULTIPLE``; other layers are unchanged, as are parameters, their names and dtypes, and evaluation.
+    Call before the model is parallelized.
 
     Raises:
         UserError: the model has no such layers.
     """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # seconds to import
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # takes seconds to import
 
     inside = {module for block in blocks_for(model, SETTING) for module in block.modules()}
 
@@ -70,11 +70,11 @@ def compute_in_fp8(model: nn.Module, recipe: str) -> None:
 
 
 def _refine(model: nn.Module) -> None:
-    """Give torchao's layers a forward that evaluates in bf16, and that rounds weights alike under all strategies."""
+    """Give torchao's layers a forward that evaluates in bf16, and rounds weights identically under all strategies."""
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
     class Fp8WhileTraining(Float8Linear):
-        @wraps(nn.Linear.forward)  # ``parameters_cast_by_autocast`` unwraps this, to find nn.Linear's forward
+        @wraps(nn.Linear.forward)  # ``parameters_cast_by_autocast`` unwraps this to find nn.Linear's forward
         def forward(self, input: Tensor) -> Tensor:
             if not self.training:
                 return nn.Linear.forward(self, input)

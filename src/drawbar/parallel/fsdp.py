@@ -1,4 +1,4 @@
-"""Sharded parameters, gradients and optimizer state, by torch's FSDP2 (``fully_shard``), and replicas of them."""
+"""Sharded parameters, gradients and optimizer state with torch's FSDP2 (``fully_shard``), and replicas of them."""
 
 import zlib
 from collections import Counter
@@ -32,18 +32,18 @@ from drawbar.runtime.torch_internals import DefaultReduceScatter, replicate
 def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precision: str) -> None:
     """Shard the model over ``dp_shard`` and ``cp``, block by block; replicate it over ``dp_replicate``. In place.
 
-    Trained weights stay fp32. Gradients are averaged over shards in ``parallel.reduce_dtype``, and over replicas in
-    fp32. Autocast decides what is computed in ``precision``, as without shards. So only what autocast casts anyway is
-    gathered in ``precision``: linear layers of the blocks and of the head. The rest is gathered in fp32, together
-    with the root's own parameters: the norms of the blocks, and what is outside of the blocks. To gather norms by
-    themselves, each would need ``fully_shard``, with hooks inside the block. (Exceptions: ``_gathered_parameters``, and
-    ``_lookup``, whose weight is freed after its forward and not gathered for its backward, which has no use for it.)
+    Trained weights stay in fp32. Gradients are averaged over shards in ``parallel.reduce_dtype``, and over replicas in
+    fp32. As without shards, autocast decides what is computed in ``precision``. So only parameters that autocast casts
+    anyway are gathered in ``precision``: linear layers of the blocks and of the head. The rest is gathered in fp32 with
+    the root's own parameters: the norms of the blocks, and everything outside the blocks. Gathering norms separately
+    would need ``fully_shard`` on each, with hooks inside the block. (Exceptions: ``_gathered_parameters``, and
+    ``_lookup``, whose weight is freed after its forward and not gathered for its backward, which does not need it.)
 
     Args:
-        mesh: two-dimensional (replicas, shards), or that of the shards alone.
+        mesh: two-dimensional (replicas, shards), or one-dimensional (shards).
 
     Raises:
-        UserError: as ``check_shardable`` does; or gloo cannot send a parameter's dtype (fp8).
+        UserError: as ``check_shardable``; or gloo cannot send a parameter's dtype (fp8).
     """
     check_shardable(model, "FSDP")
     for name, parameter in model.named_parameters():
@@ -69,12 +69,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
     cast = set() if dtype is None else parameters_cast_by_autocast(model)
     groups = [_gathered_parameters(own, cast) for own in _exclusive_parameters(model, units)]
     _used_units[model] = _UsedUnits(units)
-    # the root first: FSDP collects no parameters from submodules that it already wraps
+    # the root first: FSDP does not collect parameters from submodules that it already wraps
     wrap(model, mp_policy=exact, ignored_params=set().union(*groups), reshard_after_forward=False)
     grouped = [(unit, group) for unit, group in zip(units, groups, strict=True) if group]
     for number, (unit, group) in enumerate(grouped, start=1):
         others = set(unit.parameters()) - group
-        # the last unit is not freed: the backward pass begins with it, and would gather it again at once
+        # the last unit is not freed: the backward pass starts with it, and would gather it again at once
         frees = reshard and number < len(grouped)
         wrap(unit, mp_policy=low if group <= cast else exact, ignored_params=others, reshard_after_forward=frees)
         if unit is lookup:
@@ -86,8 +86,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
 
 
 class _Bf16ReduceScatter(DefaultReduceScatter):
-    """Reduces gradients over the shards in bf16. Gradients of one rank's micro-batches, and of replicas, are added up
-    in fp32; with ``MixedPrecisionPolicy.reduce_dtype`` they would not be."""
+    """Reduces gradients over the shards in bf16. Unlike with ``MixedPrecisionPolicy.reduce_dtype``, gradients of a
+    rank's micro-batches and of replicas are summed in fp32."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         reduced = torch.empty_like(output_tensor, dtype=torch.bfloat16)
@@ -97,8 +97,8 @@ class _Bf16ReduceScatter(DefaultReduceScatter):
 
 
 def check_shardable(model: nn.Module, library: str) -> None:
-    """Raise UserError where a parameter has no dimension, or a trained one no elements: FSDP and DeepSpeed fail on
-    such, with errors of their own."""
+    """Raise UserError for a 0-d parameter or a trained one without elements: FSDP and DeepSpeed fail on these with
+    less helpful errors."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise UserError(
@@ -120,14 +120,14 @@ def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 def prepare_unused_units(model: nn.Module) -> None:
     """Gather and free every FSDP unit once, after the weights are loaded, so that a micro-batch may leave units unused:
-    without gradient sync, torch reads the gathered parameters of all units, also of one that was never gathered."""
+    without gradient sync, torch reads the gathered parameters of all units, even if one was never gathered."""
     for module in _fsdp_modules(model):
         module.unshard()
         module.reshard()
 
 
 class _UsedUnits:
-    """A running digest of which FSDP units ran a training forward, in order, since it was last looked at."""
+    """A running digest of the FSDP units that ran a training forward, in order, since it was last read."""
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
         self.digest = 0
@@ -143,9 +143,9 @@ _used_units: WeakKeyDictionary[nn.Module, _UsedUnits] = WeakKeyDictionary()
 
 
 def digest_of_used_units(model: nn.Module, before: int) -> int:
-    """A 32-bit digest that differs between ranks that used different submodules of a model sharded by ``shard``, and
-    is the same in two steps that used the same. Where ranks differ, FSDP's collectives pair up different parameters or
-    gradients, and raise no error.
+    """A 32-bit digest of the submodules used of a model sharded by ``shard``: it differs between ranks that used
+    different ones, and is equal for two steps that used the same. If ranks differ, FSDP's collectives silently pair
+    different parameters or gradients.
 
     Args:
         before: the digest of earlier micro-batches.
@@ -157,7 +157,7 @@ def digest_of_used_units(model: nn.Module, before: int) -> int:
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
-    """The modules that are gathered one by one: the repeated blocks, and the head of a language model."""
+    """The modules that are gathered separately: the repeated blocks, and the head of a language model."""
     units = [block for _, block in repeated_blocks(model)]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return units if head is None or head in units else [*units, head]
@@ -167,20 +167,20 @@ _freed_lookups: WeakSet[nn.Module] = WeakSet()
 
 
 def _lookup(model: nn.Module) -> nn.Module | None:
-    """The embedding of the tokens, if its weight is used in its forward alone: not by a head that is tied to it, nor by
-    a backward, as that of a lookup needs only the tokens. With a large vocabulary it is the largest tensor of a model.
+    """The token embedding, if its weight is used only in its forward: not by a tied head, nor by a backward, since that
+    of a lookup needs only the tokens. With a large vocabulary it is the largest tensor of a model.
     """
-    if getattr(getattr(model, "config", None), "tie_word_embeddings", True):  # some heads use it, and are no module
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", True):  # some heads use it without being a module
         return None
     try:
         embedding = model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):  # a model of images, or of one's own
+    except (AttributeError, NotImplementedError):  # an image model, or a user-defined one
         return None
     return embedding if type(embedding) is nn.Embedding else None
 
 
 def _exclusive_parameters(model: nn.Module, units: Iterable[nn.Module]) -> list[set[nn.Parameter]]:
-    """For each FSDP unit, the parameters that no module outside of it uses."""
+    """For each FSDP unit, the parameters that no module outside it uses."""
 
     def uses(module: nn.Module) -> Counter[nn.Parameter]:
         return Counter(parameter for part in module.modules() for parameter in part.parameters(recurse=False))
@@ -190,17 +190,17 @@ def _exclusive_parameters(model: nn.Module, units: Iterable[nn.Module]) -> list[
 
 
 def _gathered_parameters(own: set[nn.Parameter], cast: set[nn.Parameter]) -> set[nn.Parameter]:
-    """The parameters gathered for a unit: what autocast casts; or all, in fp32, if autocast casts nothing in the model
-    (``cast`` is empty), or if the unit has other matrices (stacked experts, an embedding), which are too large to be
-    kept for the whole step."""
+    """The parameters gathered for a unit: those that autocast casts; or all, in fp32, if autocast casts nothing in the
+    model (``cast`` is empty), or if the unit has other matrices (stacked experts, an embedding), which are too large to
+    keep for the whole step."""
     if not cast or any(parameter.ndim > 1 for parameter in own - cast):
         return own
     return own & cast
 
 
 def prepare_sharded_generate(model: nn.Module) -> None:
-    """Prepare a sharded model's ``generate``, in place: all ranks must then call ``generate`` together, and each goes
-    on until the texts of all have ended."""
+    """Prepare a sharded model's ``generate``, in place: all ranks must then call ``generate`` together, and each
+    continues until the texts of all ranks are finished."""
     if hasattr(model, "generate"):
         # generate calls the encoder directly, which needs the root's parameters all-gathered
         register_fsdp_forward_method(model, "generate")
@@ -211,7 +211,7 @@ def replicate_on_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate a model under tensor, context or pipeline parallelism, in place (DDP does not support DTensors).
 
     Args:
-        mesh: that of the replicas alone.
+        mesh: one-dimensional, over the replicas.
     """
     for _, block in repeated_blocks(model):
         replicate(block, mesh=mesh)
@@ -223,9 +223,9 @@ _in_inference: WeakSet[nn.Module] = WeakSet()
 
 @contextmanager
 def free_gathered(model: nn.Module) -> Iterator[None]:
-    """Context for forward passes without backward: what lies outside of the blocks stays gathered from one to the next;
-    the parameters are resharded afterwards, also after an error. Of nested contexts for the same model, only the
-    outermost one does it."""
+    """Context manager for forward passes without backward: parameters outside the blocks stay gathered between them,
+    and are resharded on exit, also after an error. Of nested contexts for the same model, only the outermost one
+    reshards."""
     if model in _in_inference:
         yield
         return
@@ -236,7 +236,7 @@ def free_gathered(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for module in _fsdp_modules(model):  # else reshard() skips those that were in their forward
+        for module in _fsdp_modules(model):  # otherwise reshard() skips those in their forward
             module.set_reshard_after_forward(True, recurse=False)
         raise
     finally:

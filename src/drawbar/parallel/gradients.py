@@ -11,7 +11,7 @@ from drawbar.runtime.torch_internals import _foreach_mul_, _foreach_norm
 
 
 def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> None:
-    """All-reduce gradients that are still partial sums on the tensor-parallel ranks."""
+    """All-reduce gradients that are still partial sums on tensor-parallel ranks."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
@@ -20,10 +20,10 @@ def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of the squares of all gradients, shards on other ranks included: 0-d, in ``sum_dtype``, equal on all
-    ranks that hold these shards.
+    """The sum of squares of all gradients, including shards on other ranks: 0-d, in ``sum_dtype``, equal on all ranks
+    that hold these shards.
 
-    Tensors sharded along the same mesh axes are summed together, with one small all-reduce for each of these axes.
+    Tensors sharded along the same mesh axes are summed together, with one small all-reduce per axis.
     """
     kinds: dict[tuple[object, ...], list[Tensor]] = {}
     groups: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}
@@ -49,7 +49,7 @@ def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The dtype for sums of many numbers, so that their order hardly matters; MPS has no float64."""
+    """The dtype for sums of many numbers, in which their order hardly matters; MPS has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -64,5 +64,5 @@ def scale_(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """The factor by which clipping scales gradients of this norm, as in ``torch.nn.utils.clip_grad_norm_``."""
+    """The factor by which clipping scales gradients with this norm, as in ``torch.nn.utils.clip_grad_norm_``."""
     return torch.clamp(limit / (norm + 1e-6), max=1.0)

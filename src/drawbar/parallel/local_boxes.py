@@ -1,7 +1,8 @@
-"""Describes what a rank holds of each tensor as boxes, and assigns each box to one rank, which writes it to a
-checkpoint. The local shard of a DTensor is a box. Flat partitions, such as those of ZeRO, are divided into boxes: a
-range of elements of a matrix gives at most three. A box that several ranks hold (replicas) is assigned to one of them,
-such that all ranks write about equally much.
+"""Describes a rank's part of each tensor as boxes, and assigns each box to one rank, which writes it to a checkpoint.
+
+The local shard of a DTensor is a box. Flat partitions, such as those of ZeRO, are split into boxes: a range of elements
+of a matrix gives at most three. A box held by several ranks (replicas) is assigned to one of them such that all ranks
+write about the same number of bytes.
 """
 
 import hashlib
@@ -25,25 +26,25 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 _MAX_BANDS = 8
 _MIN_BAND_BYTES = 2**20
-"""Lower limit on the bytes of a band. A reader of some of its rows reads up to one more checksum block
-(``checkpoint.block_checksums``) at each end, which would be too much of a smaller band."""
+"""Minimum size of a band, in bytes. A reader of some of its rows reads up to one extra checksum block
+(``checkpoint.block_checksums``) at each end, which would be too much overhead for smaller bands."""
 
 
 @dataclass(frozen=True)
 class LocalBox:
-    """A box of a full tensor that is on this rank, and perhaps on others, too."""
+    """A box of a full tensor, held by this rank and possibly by others."""
 
     name: str
-    """Of the whole tensor: `lm_head.weight`; for the optimizer `lm_head.weight/exp_avg`."""
+    """Name of the full tensor: `lm_head.weight`; for optimizer state, `lm_head.weight/exp_avg`."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     offset: tuple[int, ...]
-    """Where the box begins, one number a dimension."""
+    """Start of the box, one number per dimension."""
     sizes: tuple[int, ...]
-    """Of the box, one number a dimension."""
+    """Sizes of the box, one per dimension."""
     dtype: torch.dtype
     get: Callable[[], Tensor] = field(repr=False)
-    """Returns the box: a view of the live tensor where there is one."""
+    """Returns the box: a view of the live tensor if possible."""
     is_collective: bool = False
     """Whether ``get`` is collective: it gathers the tensor, so every rank that holds a shard must call it."""
 
@@ -59,8 +60,8 @@ class LocalBox:
 
 
 def boxes_of(name: str, tensor: Tensor, fused: FusedLayout | None = None) -> Iterator[LocalBox]:
-    """The boxes of this rank's shard of a DTensor (several for a ``fused`` one); of a plain tensor, one box that
-    is all of it."""
+    """The boxes of this rank's shard of a DTensor (several for a ``fused`` one); for a plain tensor, a single box that
+    covers it."""
     if not isinstance(tensor, DTensor):
         yield whole_box(name, tensor)
         return
@@ -68,7 +69,7 @@ def boxes_of(name: str, tensor: Tensor, fused: FusedLayout | None = None) -> Ite
     shape, (sizes, offset) = tuple(tensor.shape), local_shape_and_offset(tensor)
     for part, at in boxes_of_shard(sizes, offset, shape, fused):
         get = partial(local.__getitem__, part)
-        if prod(_sizes(part)) or not prod(shape):  # ranks beyond the rows of a short tensor have nothing of it
+        if prod(_sizes(part)) or not prod(shape):  # ranks beyond the rows of a short tensor have no part of it
             yield LocalBox(name, shape, at, _sizes(part), tensor.dtype, get)
 
 
@@ -79,10 +80,10 @@ def whole_box(name: str, tensor: Tensor) -> LocalBox:
 
 
 def bands(box: LocalBox) -> Iterator[LocalBox]:
-    """Divide the box of a large matrix into boxes of some columns each (bands), so that a tensor-parallel rank, which
-    needs some columns, reads little more than these. A box that must be gathered is not divided."""
+    """Split the box of a large matrix into boxes of some columns each (bands), so that a tensor-parallel rank, which
+    needs only some columns, reads little more than these. A box that must be gathered is not split."""
     count = 0 if box.is_collective or len(box.sizes) < 2 else min(_MAX_BANDS, box.bytes // _MIN_BAND_BYTES)
-    count = 1 << max(0, count.bit_length() - 1)  # a power of two, as degrees of tensor parallelism mostly are
+    count = 1 << max(0, count.bit_length() - 1)  # a power of two, as tensor-parallel degrees usually are
     while box.sizes[1:2] and box.sizes[1] % count:
         count //= 2
     if count == 1:
@@ -105,9 +106,9 @@ def boxes_of_shard(
     """The boxes of a shard: for each, its slices in the shard and its offset in the full tensor.
 
     Args:
-        sizes: of the shard.
-        offset: of the shard, in the layout of the DTensor (a fused one holds its rows in another order).
-        shape: of the whole tensor.
+        sizes: sizes of the shard.
+        offset: offset of the shard, in the layout of the DTensor (a fused one holds its rows in another order).
+        shape: shape of the full tensor.
     """
     every = tuple(slice(0, size) for size in sizes)
     if fused is None:
@@ -123,8 +124,8 @@ def flat_boxes(name: str, shape: Sequence[int], start: int, flat: Tensor) -> Ite
     """The boxes of a range of a tensor's elements in row-major order.
 
     Args:
-        start: the first element's number.
-        flat: the elements, in one dimension. What goes beyond the end of the tensor is padding, and is left out.
+        start: index of the first element.
+        flat: the elements (1-d). Elements beyond the end of the tensor are padding, and are ignored.
     """
     shape = tuple(shape)
     if prod(shape) == 0:  # an empty tensor is one empty box, on every rank
@@ -142,14 +143,14 @@ def _box_of_flat(flat: Tensor, begin: int, sizes: tuple[int, ...]) -> Tensor:
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Divide the elements ``start`` to ``end`` of a tensor, in row-major order, into boxes: (offset, sizes) of each."""
+    """Split the elements ``start`` to ``end`` of a tensor, in row-major order, into boxes: (offset, sizes) of each."""
     if start >= end:
         return
     if len(shape) <= 1:
         yield (start,)[: len(shape)], (end - start,)[: len(shape)]
         return
     row = prod(shape[1:])
-    first, last = -(-start // row), end // row  # rows from first up to, but without, last are whole in the range
+    first, last = -(-start // row), end // row  # rows first to last (exclusive) are entirely in the range
     if first > last:  # the range is within row ``last``
         yield from _in_row(shape, last, start - last * row, end - last * row)
         return
@@ -174,7 +175,7 @@ def _sizes(part: tuple[slice, ...]) -> tuple[int, ...]:
 
 
 class WriterAssignment:
-    """Assigns each box to one of the ranks that hold it, which writes it to the checkpoint."""
+    """Assigns each box to one of the ranks that hold it, which writes it to checkpoints."""
 
     def __init__(self, world: Distributed) -> None:
         self._world = world
@@ -182,9 +183,9 @@ class WriterAssignment:
         self._assigned_keys: set[int] = set()
 
     def chosen(self, boxes: Sequence[LocalBox]) -> list[bool]:
-        """For each of this rank's ``boxes``, whether this rank writes it; each box is written by exactly one rank.
-        Collective. The ranks exchange their boxes only when these change: at the first call, and after the first step,
-        which creates the optimizer's state.
+        """For each of this rank's ``boxes``, whether this rank writes it; exactly one rank writes each box. Collective.
+        The ranks exchange their boxes only when these change: at the first call, and after the first step, which
+        creates the optimizer state.
         """
         keys = [box.key for box in boxes]
         if self._world.sum(keys != self._keys):
@@ -199,8 +200,8 @@ def assign_writers(keys: Sequence[Ints], sizes: Sequence[Ints]) -> list[Ints]:
     """Assign each box to one of its holders: largest first, to the rank with the fewest bytes to write so far.
 
     Args:
-        keys: of the boxes that each rank holds.
-        sizes: their bytes.
+        keys: for each rank, the keys of the boxes that it holds.
+        sizes: their sizes, in bytes.
 
     Returns:
         For each rank, the keys of the boxes that it writes.

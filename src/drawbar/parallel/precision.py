@@ -1,8 +1,8 @@
 """Precision: autocast for the matrix products over fp32 weights, and the loss scaler that fp16 needs.
 
-Autocast alone leaves the residual stream (what the blocks hand to each other) in fp32, as the embeddings are: a product
-in bf16 added to a sum in fp32 is fp32, and so is a norm times its weight. Then each block keeps twice the bytes of its
-input for the backward pass, and each of its linear layers a copy in bf16 of its own.
+Autocast alone leaves the residual stream (the hidden states passed between blocks) in fp32, like the embeddings: a bf16
+product added to an fp32 sum is fp32, and so is a norm times its weight. Each block then stores twice as many bytes of
+its input for the backward pass, and each of its linear layers an additional bf16 copy.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -26,12 +26,12 @@ _CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, Conv1D, nn.Conv1d, nn.
 
 
 def cast_weights_once(module: nn.Module, precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """Around the micro-batches of a step: autocast casts each trained weight in the first forward, and in no other.
+    """Context manager for the micro-batches of a step: autocast casts each trained weight only in the first forward.
 
-    Autocast drops its casts where its outermost context ends. This is that context, with autocast disabled: a backward
-    in it runs without autocast, as it should. Update the weights after it. Nothing is done for a model that is
-    sharded by FSDP, which frees weights after each forward (their casts would stay in memory), or replicated on a mesh
-    (``replicate_on_mesh``), which torch does with an ``FSDPModule``, too.
+    Autocast drops its cached casts when its outermost context exits. This is that context, with autocast disabled, so
+    that backward runs without autocast, as it should. Update the weights after exiting it. No-op for a model sharded by
+    FSDP, which frees weights after each forward (their casts would stay in memory), or replicated on a mesh
+    (``replicate_on_mesh``), where torch also uses an ``FSDPModule``.
     """
     if precision == "fp32" or any(isinstance(part, FSDPModule) for part in module.modules()):
         return nullcontext()
@@ -39,7 +39,7 @@ def cast_weights_once(module: nn.Module, precision: str, device: torch.device) -
 
 
 def parameters_cast_by_autocast(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that autocast casts to the low precision wherever the model uses them."""
+    """The parameters that autocast casts to the low precision in every use."""
     cast: set[nn.Parameter] = set()
     others: set[nn.Parameter] = set()
     for module in model.modules():
@@ -49,11 +49,11 @@ def parameters_cast_by_autocast(model: nn.Module) -> set[nn.Parameter]:
 
 
 def keep_trained_weights_in_fp32(model: nn.Module) -> set[torch.dtype]:
-    """Convert the trained parameters that are in bf16 or fp16 to fp32, in place, and the buffers of their modules
-    (batch norm's statistics) with them; frozen ones stay as they are.
+    """Convert trained parameters in bf16 or fp16, and the buffers of their modules (such as batch norm's statistics),
+    to fp32, in place; frozen parameters are unchanged.
 
     Returns:
-        The dtypes that were found; none for a model whose trained parameters are in fp32 already.
+        The dtypes found; empty if all trained parameters are already in fp32.
     """
     found: set[torch.dtype] = set()
     for module in model.modules():
@@ -68,7 +68,7 @@ def keep_trained_weights_in_fp32(model: nn.Module) -> set[torch.dtype]:
 
 def weights_to_store_low(model: nn.Module, precision: str) -> set[nn.Parameter]:
     """The frozen fp32 weights (those under LoRA) that autocast would cast in each forward: stored in the low precision,
-    they take half the memory, and what is computed stays the same, bit by bit."""
+    they take half the memory, and results are bitwise the same."""
     if precision == "fp32":
         return set()
     cast = parameters_cast_by_autocast(model)
@@ -82,17 +82,17 @@ def store_frozen_weights_low(model: nn.Module, precision: str) -> None:
 
 
 def stream_dtype(precision: str) -> torch.dtype:
-    """bf16 for the precision ``bf16``; else fp32: sums of many blocks may not fit into fp16."""
+    """bf16 for the precision ``bf16``, else fp32, as the sum of many blocks may overflow in fp16."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 def keep_stream_in_bf16(model: nn.Module) -> None:
-    """Let the repeated blocks take hidden states in bf16, and the norms inside of them give it, in place: those of
-    transformers, whose first argument is the hidden states, unless the model wants them in fp32. What the blocks of
-    another model take may be anything, such as times.
+    """Make the repeated blocks take hidden states in bf16, and the norms inside them return bf16, in place. Only for
+    transformers models, whose blocks take the hidden states as first argument, unless the model needs them in fp32;
+    blocks of other models may take anything, such as times.
 
-    Norms, softmax and the loss are still computed in fp32, and weights and their gradients are fp32. Loss curves are
-    those of autocast alone, as far as other seeds differ (docs/strategies.md).
+    Norms, softmax and the loss are still computed in fp32, and weights and gradients are fp32. Loss curves differ from
+    those of autocast alone by no more than those of different seeds (docs/strategies.md).
     """
     if getattr(getattr(model, "config", None), "residual_in_fp32", False):
         return
@@ -116,18 +116,18 @@ def _cast_output(norm: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 def _in_bf16(value: Any) -> Any:
     if not isinstance(value, Tensor) or value.dtype != torch.float32:
         return value
-    # without autocast, as for whoever loads a run and calls its model, linear layers take no other dtype than theirs
+    # without autocast, as when a user loads a run and calls its model, linear layers accept only their own dtype
     return value.bfloat16() if torch.is_autocast_enabled(value.device.type) else value
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:
-    """``fp32``, ``bf16`` or ``fp16`` for the setting ``precision``.
+    """Resolve the setting ``precision`` to ``fp32``, ``bf16`` or ``fp16``.
 
-    ``auto`` is bf16 on a GPU that has it, else fp32. Of CPUs with bf16 instructions, some compute it four times as fast
-    as fp32, and some at half the speed; and oneDNN keeps a kernel for each new shape, so memory grows for many steps.
+    ``auto`` is bf16 on a GPU that supports it, else fp32. Some CPUs with bf16 instructions run it four times as fast as
+    fp32, others at half the speed; and oneDNN caches a kernel for each new shape, so memory grows for many steps.
 
     Raises:
-        UserError: bf16 is asked of a GPU that has none.
+        UserError: bf16 is requested on a GPU without bf16.
     """
     if wanted == "auto":
         return "bf16" if _has_fast_bf16(device) else "fp32"
@@ -137,7 +137,7 @@ def choose_precision(wanted: str, device: torch.device) -> str:
 
 
 def choose_dtypes(config: RunConfig, device: torch.device) -> RunConfig:
-    """The configuration with a dtype wherever it says ``auto``. Raises as :func:`choose_precision` does."""
+    """The configuration with every ``auto`` dtype resolved. Raises as :func:`choose_precision`."""
     muon = choose_precision(config.optim.muon_precision, device)
     optim = config.optim.model_copy(update={"muon_precision": muon})
     return config.model_copy(update={"precision": choose_precision(config.precision, device), "optim": optim})
@@ -148,7 +148,7 @@ def _has_fast_bf16(device: torch.device) -> bool:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """The context that forward passes run in."""
+    """The autocast context for forward passes."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[precision])
@@ -156,10 +156,10 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
 
 class LossScaler:
     """Keeps fp16 gradients in range: the loss is multiplied by a scale that halves at each overflow and doubles after
-    2,000 steps without one (Micikevicius et al. 2018, arXiv:1710.03740; the constants are torch's ``GradScaler``'s).
+    2,000 steps without one (Micikevicius et al. 2018, arXiv:1710.03740; constants as in torch's ``GradScaler``).
 
-    Whether a step overflowed is for the caller to say, from the global gradient norm: then every rank of every strategy
-    decides the same. (torch's own scaler looks at one rank's gradients.) For other precisions the scale is always 1.
+    The caller determines whether a step overflowed from the global gradient norm, so that all ranks agree under every
+    strategy. (torch's scaler only sees one rank's gradients.) For other precisions the scale is always 1.
     """
 
     GROWTH_INTERVAL = 2000
@@ -170,7 +170,7 @@ class LossScaler:
         self._steps_without_overflow = 0
 
     def update(self, overflowed: bool) -> None:
-        """After each step."""
+        """Call after each step."""
         if not self.enabled:
             return
         self._steps_without_overflow = 0 if overflowed else self._steps_without_overflow + 1

@@ -1,8 +1,8 @@
 """Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198): between tensor-parallel layers, each rank has a
 shard of the sequence, so norms and residuals are neither stored nor computed twice.
 
-Attention and the feed-forward network each gather the sequence before they start, and then scatter the sum of the
-ranks' outputs along it. The embedding, the last norm and the head see it whole: masks are made for its full length.
+Attention and the feed-forward network each gather the sequence first, and then scatter the sum of the ranks' outputs
+along it. The embedding, the last norm and the head see the full sequence, as masks are made for its full length.
 Without gradients (evaluation, generation) nothing is sharded.
 
 Tensor-parallel ranks share one RNG state, but in the blocks each uses its own: shards may differ in length, so
@@ -30,7 +30,7 @@ class _SequenceSharding:
     length: int = 0
 
     def scatter(self, x_BLH: Tensor) -> Tensor:
-        """This rank's shard, which may be empty where the sequence is very short."""
+        """This rank's shard, which may be empty if the sequence is very short."""
         self.length = x_BLH.shape[1]
         return DTensor.from_local(x_BLH, self.mesh, [Replicate()]).redistribute(placements=[SEQUENCE]).to_local()
 
@@ -44,7 +44,7 @@ class _SequenceSharding:
         shape, stride = torch.Size((batch, self.length, width)), (self.length * width, width, 1)
         cut = DTensor.from_local(x_BlH.contiguous(), self.mesh, [SEQUENCE], shape=shape, stride=stride)
         whole: Tensor = cut.redistribute(placements=[Replicate()]).to_local(grad_placements=[gradient])
-        return whole.contiguous()  # torch 2.11 leaves the ranks' shards one after another
+        return whole.contiguous()  # torch 2.11 returns the ranks' shards concatenated in memory
 
 
 class _PerRankRng:
@@ -57,7 +57,7 @@ class _PerRankRng:
 
     @torch.compiler.disable
     def begin(self) -> None:
-        seed = int(torch.randint(2**62, ()))  # on the host: the same on all ranks, another each time
+        seed = int(torch.randint(2**62, ()))  # on the host: the same on all ranks, different each time
         self._shared = self._generator.get_rng_state()
         self._generator.manual_seed(seed + self._rank)
 
@@ -70,7 +70,7 @@ def shard_sequence_in_blocks(blocks: Sequence[nn.Module], sublayers: Sequence[nn
     """Shard activations along the sequence from the first of these blocks to the last, in place.
 
     Args:
-        blocks: repeated blocks, one after another; the hidden states (B, L, H) come first in their arguments.
+        blocks: consecutive repeated blocks, whose first argument is the hidden states (B, L, H).
         sublayers: the attention and feed-forward modules of the blocks, which need the full sequence; their
             row-parallel linear layers scatter it again.
     """
@@ -102,8 +102,8 @@ def shard_sequence_in_blocks(blocks: Sequence[nn.Module], sublayers: Sequence[nn
 
 
 def sum_input_gradients_once(sublayers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-    """Without sequence shards: sum the partial gradients of each sublayer's input in one all-reduce, instead of one for
-    each linear layer that takes it (queries, keys, values), in place.
+    """Without sequence shards: sum the partial gradients of each sublayer's input in one all-reduce, instead of one per
+    linear layer that takes it (queries, keys, values), in place.
 
     Args:
         sublayers: as in ``shard_sequence_in_blocks``; their column-parallel linear layers must not sum.
@@ -117,12 +117,12 @@ def sum_input_gradients_once(sublayers: Sequence[nn.Module], mesh: DeviceMesh) -
 
 
 def with_summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The same tensor, which all ranks have; its gradient is the sum of theirs."""
+    """Identity for a tensor that all ranks have; its gradient is summed over the ranks."""
     return DTensor.from_local(x, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def _on_states(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a block or sublayer, with another tensor for its hidden states."""
+    """The arguments of a block or sublayer, with ``function`` applied to the hidden states."""
     if args:
         return (function(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": function(kwargs["hidden_states"])}

@@ -3,10 +3,10 @@
 torch's own styles also shard the weights; here ``parallel.tensor`` has already done that, since tied weights must
 stay one tensor. So these styles only convert inputs and outputs.
 
-Plain linear layers and embeddings compute with the plain tensors of this rank, too: for each operator on DTensors torch
-looks up the placements of its inputs, which costs the host many times what the operator itself does, and for each new
-shape (each new length of a micro-batch gives one) it works out the placements anew, in some milliseconds. Other layers
-(fp8, whose scales are those of the full tensors), and the head, whose logits may stay sharded, compute with DTensors.
+Plain linear layers and embeddings also compute with this rank's plain tensors: for each operator on DTensors, torch
+looks up the placements of its inputs, which costs many times the host time of the operator itself, and for each new
+shape (such as a new micro-batch length) it recomputes the placements, which takes milliseconds. Other layers (fp8, with
+scales of the full tensors) and the head (whose logits may stay sharded) compute with DTensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,11 +32,12 @@ _sharded: ContextVar[bool] = ContextVar("sharded_logits", default=False)
 
 @contextmanager
 def sharded_logits() -> Iterator[None]:
-    """Inside, a vocabulary-parallel head leaves its logits sharded along the vocabulary (a ``DTensor``), which
-    :func:`cross_entropy_sum` accepts: no rank ever holds the full logits. The backward pass must run inside, too."""
+    """Context manager in which a vocabulary-parallel head leaves its logits sharded along the vocabulary (a
+    ``DTensor``), which :func:`cross_entropy_sum` accepts, so that no rank holds the full logits. The backward pass must
+    also run inside."""
     token = _sharded.set(True)
     try:
-        # what a model adds to its logits (BART's bias, a buffer) is a plain tensor, the same on every rank
+        # a tensor that a model adds to its logits (BART's bias, a buffer) is plain, and the same on every rank
         with loss_parallel(), implicit_replication():
             yield
     finally:
@@ -44,10 +45,10 @@ def sharded_logits() -> Iterator[None]:
 
 
 def cross_entropy_sum(logits_NV: Tensor, labels_N: Tensor, ignored: int) -> Tensor:
-    """The fp32 sum of the cross entropies, a plain 0-d tensor; the logits may be sharded (see ``sharded_logits``).
+    """The summed cross-entropy in fp32, a plain 0-d tensor; the logits may be sharded (see ``sharded_logits``).
 
     Args:
-        ignored: the label of rows that do not count.
+        ignored: the label of rows to ignore.
     """
     loss = functional.cross_entropy(logits_NV.float(), labels_N, ignore_index=ignored, reduction="sum")
     return loss.to_local() if isinstance(loss, DTensor) else loss
@@ -58,8 +59,8 @@ class Colwise(ParallelStyle):
 
     Args:
         gathers: whether the outputs are gathered.
-        sums_input_gradient: whether the input's partial gradient is all-reduced here; else
-            ``drawbar.parallel.sequence`` reduces it, once for all linear layers with that input.
+        sums_input_gradient: whether the input's partial gradient is all-reduced here; otherwise
+            ``drawbar.parallel.sequence`` reduces it once for all linear layers with that input.
     """
 
     def __init__(self, gathers: bool = False, sums_input_gradient: bool = True) -> None:
@@ -87,7 +88,7 @@ class Rowwise(ParallelStyle):
     """A row-parallel linear layer: each rank has a shard of the inputs.
 
     Args:
-        splits: whether the inputs are whole, and each rank takes its shard of them.
+        splits: whether the inputs are unsharded, and each rank takes its shard of them.
         scatters: as for ``DTensorRowwise``.
     """
 
@@ -106,7 +107,7 @@ def _split(module: nn.Module, inputs: tuple[Tensor, ...], device_mesh: DeviceMes
 
 
 def _summed(scatters: bool, module: nn.Module, output: Tensor, device_mesh: DeviceMesh) -> Tensor:
-    """The sum of the ranks' outputs, or this rank's shard of it along the sequence; then the bias is added."""
+    """The sum of the ranks' outputs, or this rank's shard of it along the sequence, plus the bias."""
     scatters = scatters and torch.is_grad_enabled()
     sums = DTensor.from_local(output, device_mesh, [Partial()])
     total = sums.redistribute(placements=[SEQUENCE if scatters else Replicate()]).to_local()
@@ -160,7 +161,7 @@ def _scattered(module: nn.Module, output: DTensor, device_mesh: DeviceMesh) -> T
 
 
 class Vocabulary(DTensorColwise):
-    """The head of a language model: its logits are whole, except inside ``sharded_logits``."""
+    """The head of a language model: its logits are gathered, except inside ``sharded_logits``."""
 
     def __init__(self) -> None:
         super().__init__(gathers=True)
@@ -173,11 +174,11 @@ class Vocabulary(DTensorColwise):
 
 
 class Embedding(ParallelStyle):
-    """An embedding with a part of the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053): each rank looks up the tokens
-    that it has, and the sum over the ranks is complete.
+    """An embedding with a shard of the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053): each rank looks up the
+    tokens in its shard, and the results are summed over the ranks.
 
-    torch's own ``RowwiseParallel`` compares the pad token with row numbers relative to the shard, and it does not
-    support an embedding that also scales its rows.
+    torch's ``RowwiseParallel`` compares the pad token with row numbers relative to the shard, and does not support
+    embeddings that also scale their rows.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -186,7 +187,7 @@ class Embedding(ParallelStyle):
         use_local(module, ["weight"], Shard(0))
         total, degree, rank = module.num_embeddings, device_mesh.size(), device_mesh.get_local_rank()
         size, start = Shard.local_shard_size_and_offset(total, degree, rank)
-        if module.padding_idx is not None:  # the row that gets no gradient
+        if module.padding_idx is not None:  # this row gets no gradient
             inside = start <= module.padding_idx < start + size
             module.padding_idx = module.padding_idx - start if inside else None
         original_forward = module.forward
@@ -205,21 +206,21 @@ class Embedding(ParallelStyle):
 def use_local(
     module: nn.Module, names: Sequence[str], grad_placement: GradPlacement, without_bias: bool = False
 ) -> None:
-    """Let the module's ``forward`` see these parameters as the plain tensors of this rank, in place.
+    """Make the module's ``forward`` see these parameters as this rank's plain tensors, in place.
 
-    So forward may use any operator. Outside of forward (optimizer, state_dict) they remain DTensors.
+    Forward may then use any operator. Outside forward (optimizer, state_dict) they remain DTensors.
 
     Args:
-        grad_placement: of the gradients on each rank: ``Partial`` where the module's inputs differ by rank; None where
-            it is that of the parameters.
-        without_bias: ``forward`` sees no bias.
+        grad_placement: placement of the gradients: ``Partial`` if the module's inputs differ between ranks; None for
+            the placement of the parameters.
+        without_bias: hide the bias from ``forward``.
     """
     module.shows_local = False
     kind: Any = type(module)
     module.__class__ = _with_local(kind, tuple(names), grad_placement, without_bias)
 
 
-@cache  # equal modules have one class: torch.compile shares code between them
+@cache  # equal modules share a class, so that torch.compile shares code between them
 def _with_local(
     kind: Any, names: tuple[str, ...], grad_placement: GradPlacement, without_bias: bool
 ) -> type[nn.Module]:
@@ -250,6 +251,6 @@ def _with_local(
 
 def _local(parameter: DTensor, grad_placement: GradPlacement) -> Tensor:
     if isinstance(grad_placement, Partial) and torch.is_grad_enabled():
-        # Replicate to Replicate does nothing in forward; in backward, it all-reduces the partial gradients
+        # Replicate to Replicate is a no-op in forward; in backward, it all-reduces the partial gradients
         parameter = parameter.redistribute(placements=parameter.placements)
     return parameter.to_local(grad_placements=None if grad_placement is None else [grad_placement])

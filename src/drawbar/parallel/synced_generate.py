@@ -5,7 +5,7 @@ from typing import Any
 
 
 def synchronize_generate(model: Any) -> None:
-    """Let ``model.generate`` go on until the texts of all ranks have ended, in place: a rank whose texts are done must
-    still take part in the others' forwards, which gather parameters."""
+    """Make ``model.generate`` continue until the texts of all ranks are finished, in place: a rank whose texts are
+    finished must still take part in the others' forwards, which gather parameters."""
     if hasattr(model, "generate"):
         model.generate = partial(model.generate, synced_gpus=True)

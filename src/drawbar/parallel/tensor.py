@@ -1,4 +1,4 @@
-"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) by DTensor, as a ``ModelParallelPlan`` says."""
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) with DTensor, according to a ``ModelParallelPlan``."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,26 +27,26 @@ from drawbar.util.module_patterns import matching
 
 T = TypeVar("T")
 Styled = Mapping[str, tuple[nn.Module, Style]]
-"""Names of modules, with the modules and their styles."""
+"""Modules and their styles, by module name."""
 
 
 @dataclass(frozen=True)
 class FusedLayout:
-    """The weight of several linear layers in one tensor (queries, keys, values), one after another. Each rank needs a
-    shard of each.
+    """The concatenated weights of several linear layers in one tensor (queries, keys, values). Each rank needs a shard
+    of each.
 
-    DTensor supports only contiguous shards, so it holds each rank's shards next to one another. Files keep the order of
-    one process.
+    DTensor supports only contiguous shards, so each rank's shards are stored next to one another. Files keep the
+    single-process order.
     """
 
     dim: int
     parts: int
-    """How many linear layers."""
+    """Number of linear layers."""
     degree: int
-    """Over how many ranks they are sharded."""
+    """Number of ranks that they are sharded over."""
 
     def to_sharded(self, logical: Tensor) -> Tensor:
-        """From the layout of one process, (layer, rank, …), to (rank, layer, …). The shape does not change."""
+        """Reorder from the single-process layout (layer, rank, …) to (rank, layer, …). The shape does not change."""
         return self._swapped(logical, self.parts, self.degree)
 
     def to_logical(self, sharded: Tensor) -> Tensor:
@@ -54,11 +54,11 @@ class FusedLayout:
         return self._swapped(sharded, self.degree, self.parts)
 
     def pieces(self, start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """Divide rows ``start`` to ``stop`` of the sharded tensor (rows along ``dim``) into ranges that are contiguous
-        in the logical tensor, too: (first sharded row, first logical row, rows) of each.
+        """Split rows ``start`` to ``stop`` of the sharded tensor (rows along ``dim``) into ranges that are also
+        contiguous in the logical tensor: (first sharded row, first logical row, number of rows) of each.
 
         Args:
-            size: of the whole tensor along ``dim``.
+            size: size of the full tensor along ``dim``.
         """
         width = size // (self.parts * self.degree)  # rows of one layer on one rank
         while start < stop:
@@ -74,7 +74,7 @@ class FusedLayout:
 
 
 def fused_layouts(model: nn.Module) -> dict[str, FusedLayout]:
-    """The parameters that ``tensor_parallel`` holds in another order, by name."""
+    """The parameters that ``tensor_parallel`` reorders, by name."""
     return {
         f"{name}.{own}" if name else own: fused
         for name, module in model.named_modules()
@@ -85,14 +85,13 @@ def fused_layouts(model: nn.Module) -> dict[str, FusedLayout]:
 def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh, sequence: bool = False) -> None:
     """Shard a model over the ranks of ``mesh``, in place. Parameters keep their names, and tied ones stay tied.
 
-    Every parameter becomes a ``DTensor``: sharded by the plan, or replicated. Inputs and outputs of the model are plain
-    tensors, the same on every rank (but for ``sharded_logits``).
+    Every parameter becomes a ``DTensor``: sharded according to the plan, or replicated. Inputs and outputs of the model
+    are plain tensors, the same on every rank (except inside ``sharded_logits``).
 
     Args:
-        model: whole, on the meta device or with the same weights on every rank; or one stage of a pipeline.
+        model: the full model, on the meta device or with the same weights on every rank; or one stage of a pipeline.
         mesh: one-dimensional.
-        sequence: shard the activations of the repeated blocks, outside of attention and feed-forward, along the
-            sequence.
+        sequence: shard the activations of the repeated blocks, outside attention and feed-forward, along the sequence.
 
     Raises:
         UserError: the model has no tensor plan, or the degree does not divide its heads or sizes.
@@ -104,7 +103,7 @@ def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh,
     styles = {
         name: (module, style)
         for name, module, style in matching(model.named_modules(), plan.tensor)
-        # a LoRA wrapper has no weight: its parts have styles of their own
+        # a LoRA wrapper has no weight: its parts have their own styles
         if "weight" in module._parameters or (style == "replicated" and module._parameters)
     }
     fused = {name: parts for name, _, parts in matching(model.named_modules(), plan.fused)}
@@ -119,7 +118,7 @@ def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh,
 
 
 def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh: DeviceMesh, sequence: bool) -> None:
-    """Let every module compute with its local shards; ``blocks``: in which activations may be sharded."""
+    """Make every module compute with its local shards; ``blocks``: those in which activations may be sharded."""
     styled = {id(module) for module, _ in styles.values()}
     sublayers = [child for block in blocks for child in block.children() if styled & set(map(id, child.modules()))]
     summing_sublayers = sublayers if sequence or _all_styled(styled, sublayers) else []
@@ -128,7 +127,7 @@ def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh
         _, style = styles.get(name, (module, None))
         replicated = [own for own, parameter in module.named_parameters(recurse=False) if _is_replicated(parameter)]
         if replicated and style in (None, "replicated"):
-            differ = style == "replicated" or id(module) in inside  # the inputs differ by rank
+            differ = style == "replicated" or id(module) in inside  # the inputs differ between ranks
             use_local(module, replicated, Partial() if differ else Replicate())
     in_sublayers = {id(module) for sublayer in summing_sublayers for module in sublayer.modules()}
     made = {
@@ -142,9 +141,9 @@ def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh
 
 
 def _all_styled(styled: Collection[int], sublayers: Sequence[nn.Module]) -> bool:
-    """Whether each module in these sublayers that has parameters has a style. A parameter of one without a
-    style (an adapter's A) would keep only this rank's part of its gradient, where the gradient is summed once, at the
-    sublayer's input."""
+    """Whether every module with parameters in these sublayers has a style. If gradients are summed only at the
+    sublayer's input, a parameter of a module without a style (an adapter's A) would keep only this rank's part of its
+    gradient."""
     owners = (
         module for sublayer in sublayers for module in sublayer.modules() if list(module.parameters(recurse=False))
     )
@@ -159,7 +158,7 @@ def _make(style: Style, module: nn.Module, in_sublayer: bool, sequence: bool) ->
     """The torch style for ``style``.
 
     Args:
-        in_sublayer: whether the module is in an attention or feed-forward that sums its input's gradients once, for all
+        in_sublayer: whether the module is in an attention or feed-forward that sums its input's gradient once for all
             its modules.
         sequence: whether the outputs of such a sublayer are sharded along the sequence.
     """
@@ -200,7 +199,7 @@ def _shard_dim(module: nn.Module, style: Style) -> int | None:
 
 
 def _sizes(styles: Styled, fused: Mapping[str, int]) -> dict[str, int]:
-    """The sizes that the degree must divide: all but the vocabulary, whose shards may differ in size."""
+    """The sizes that the degree must divide: all except the vocabulary, whose shards may differ in size."""
     found = {}
     for name, (module, style) in styles.items():
         dim = _shard_dim(module, style)
@@ -230,7 +229,7 @@ def _shard_parameters(model: nn.Module, styles: Styled, fused: Mapping[str, int]
             order = orders.get(parameter)
             if parameter not in made:
                 full = parameter.detach() if order is None else order.to_sharded(parameter.detach())
-                # every rank has the same weights, or none yet: nothing needs to be sent
+                # every rank has the same weights, or none yet: nothing to communicate
                 part = distribute_tensor(full, mesh, [placements.get(parameter, Replicate())], src_data_rank=None)
                 made[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
             module.register_parameter(own, made[parameter])
@@ -239,10 +238,10 @@ def _shard_parameters(model: nn.Module, styles: Styled, fused: Mapping[str, int]
 
 
 def check_degree(numbers: Mapping[str, int], degree: int) -> None:
-    """Refuse a degree that does not divide all of these.
+    """Check that the degree divides all of these numbers.
 
     Raises:
-        UserError: it names the number, and the degrees that divide all of them.
+        UserError: it does not; the message names the number, and the degrees that divide all of them.
     """
     works = math.gcd(*numbers.values()) if numbers else 1
     degrees = [number for number in range(1, works + 1) if works % number == 0]

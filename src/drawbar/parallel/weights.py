@@ -1,8 +1,8 @@
-"""Loads weights into a sharded model, and gathers them from it, under the names of the full model.
+"""Loads weights into a sharded model, and gathers them from it, under full-model names.
 
-Files and callers have full tensors in the single-process layout; a rank holds shards. Such a model is
-built with its parameters on the meta device, sharded there, and only then filled, shard by shard: no rank needs memory
-for more than its shards and one full tensor, but for rank 0 where it builds the whole model and sends it.
+Files and callers have full tensors in the single-process layout; a rank holds shards. Such a model is built with its
+parameters on the meta device, sharded there, and only then filled, shard by shard: no rank needs memory for more than
+its shards and one full tensor, except rank 0 if it builds the full model and sends it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,8 +28,8 @@ def materialize(
     """Replace every parameter on the meta device by an uninitialized one on ``device``. Tied ones stay tied.
 
     Args:
-        buffer_device: where the buffers go: they are never offloaded, as the forward uses them where they are.
-        allocate: ``allocate(parameter, device=device)`` makes the new tensor.
+        buffer_device: device for the buffers; they are never offloaded, as the forward uses them in place.
+        allocate: ``allocate(parameter, device=device)`` creates the new tensor.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -47,13 +47,13 @@ def materialize(
 
 
 def _empty_buffer(module: nn.Module, name: str, buffer: Tensor, device: torch.device) -> Tensor:
-    """An uninitialized buffer in the place of one that was made from a parameter on the meta device. Raises UserError
-    where no checkpoint could fill it."""
+    """An uninitialized buffer in place of one that was computed from a parameter on the meta device. Raises UserError
+    if no checkpoint could fill it."""
     if name in module._non_persistent_buffers_set:
         raise UserError(
-            f"the buffer {name} of {type(module).__name__} is made from a parameter, and is not saved",
+            f"the buffer {name} of {type(module).__name__} is computed from a parameter, but is not saved",
             where="the task's build_model",
-            remedy="register it with persistent=True, or make it from numbers that are not parameters",
+            remedy="register it with persistent=True, or compute it from numbers that are not parameters",
         )
     return torch.empty_like(buffer, device=device)
 
@@ -64,7 +64,7 @@ def expanded_empty(parameter: Tensor, device: torch.device) -> Tensor:
 
 
 def full_tensor(tensor: Tensor, fused: FusedLayout | None = None) -> Tensor:
-    """The full tensor, in the single-process layout. Every rank that holds a shard of it must call this."""
+    """The full tensor, in the single-process layout. Every rank that holds a shard must call this."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     full = tensor.detach().full_tensor()
@@ -73,7 +73,7 @@ def full_tensor(tensor: Tensor, fused: FusedLayout | None = None) -> Tensor:
 
 @torch.no_grad()
 def load_shard(tensor: Tensor, tensors: Mapping[str, Tensor], name: str, fused: FusedLayout | None = None) -> None:
-    """Set a parameter, a buffer or an optimizer's tensor to its shard of ``tensors[name]``; only that shard is read."""
+    """Set a parameter, a buffer or an optimizer tensor to its shard of ``tensors[name]``; only that shard is read."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(tensors[name])
         return
@@ -98,17 +98,17 @@ def shard_like(
 
 
 def check_weights(here: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not those of this model.
+    """Check that the weights match this model.
 
     Raises:
-        UserError: it names the first tensors that are missing, of no use, or of another shape.
+        UserError: they do not; the message names the first tensors that are missing, unexpected, or of another shape.
     """
     shapes = {name: shape_of(tensors, name) for name in tensors}
     problems = [
         *(f"{name} is missing" for name in here if name not in shapes),
         *(f"{name} is not one of this model's saved tensors" for name in shapes if name not in here),
         *(
-            f"{name} is {list(shapes[name])}, and should be {list(tensor.shape)}"
+            f"{name} has shape {list(shapes[name])} instead of {list(tensor.shape)}"
             for name, tensor in here.items()
             if name in shapes and shapes[name] != tensor.shape
         ),
@@ -122,16 +122,16 @@ def check_weights(here: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> 
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers by name; a tied one once."""
+    """All parameters and buffers by name, with tied ones listed once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def tensors_from_rank0(source: nn.Module | None, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Broadcast a whole model from rank 0: yields (name, tensor) on every rank. Every rank must iterate to the end.
+    """Broadcast a full model from rank 0: yields (name, tensor) on every rank. Every rank must iterate to the end.
 
     Args:
-        source: the whole model, on rank 0; None elsewhere.
-        device: where tensors travel.
+        source: the full model on rank 0; None on other ranks.
+        device: device of the broadcast tensors.
     """
     tensors = named_tensors(source) if source is not None else {}
     listed = [[(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]]
@@ -153,10 +153,10 @@ def broadcast_shards(
     """Fill the shards of a model from the full model on rank 0. Collective.
 
     Args:
-        targets: this rank's parameters and buffers, by their names in the whole model.
-        source: the whole model, on rank 0; None elsewhere.
+        targets: this rank's parameters and buffers, by full-model name.
+        source: the full model on rank 0; None on other ranks.
         fused: see ``parallel.tensor``.
-        device: where tensors travel.
+        device: device of the broadcast tensors.
     """
     for name, full in tensors_from_rank0(source, device):
         if name in targets:

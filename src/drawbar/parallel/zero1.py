@@ -1,5 +1,5 @@
 """ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054): every rank keeps the optimizer state of some parameters, updates
-those, and sends them to the others. By torch's ``ZeroRedundancyOptimizer``, beside DDP."""
+these, and sends them to the others. Uses torch's ``ZeroRedundancyOptimizer``, with DDP."""
 
 import inspect
 import sys
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 _HOME = "torch.distributed.optim"
-"""torch.distributed.optim compiles eight optimizers when it is imported, so it is imported only where it is needed."""
+"""torch.distributed.optim compiles eight optimizers on import, so it is imported only when needed."""
 
 
 def zero1_optimizer(optimizer: Optimizer) -> "ZeroRedundancyOptimizer":
     """The same optimizer, with its parameters partitioned over the ranks. It must not have made a step.
 
-    If all have one dtype, the parameters become views of one tensor for each rank, which is sent in one broadcast.
+    If all parameters have the same dtype, they become views of one tensor per rank, which is sent in one broadcast.
     Otherwise torch sends them one by one.
     """
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -360,5 +360,5 @@ def apply_template(tokenizer: Any, chat: Chat, **options: Any) -> Any:
     except Exception as error:  # a template is a program of its own, and may raise anything
         raise UserError(
             f"the chat template refuses the messages: {error}",
-            remedy="mend the record: a list of {role, content}, in the order that the template wants",
+            remedy="correct the record: a list of {role, content}, in the order that the template wants",
         ) from error

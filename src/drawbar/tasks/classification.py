@@ -254,7 +254,7 @@ def _as_number(label: Any, column: str) -> float:
     except (TypeError, ValueError):
         number = float("nan")
     if not np.isfinite(number):
-        raise UserError(f"{column!r} is {label!r}, which is no number", remedy="mend the record")
+        raise UserError(f"{column!r} is {label!r}, which is no number", remedy="correct the record")
     return number
 
 
@@ -289,7 +289,7 @@ class TokenClassification(TokenTask):
             if not isinstance(word, str):
                 raise UserError(
                     f"word {position} in {column!r} is {type(word).__name__}, not text: {str(word)[:60]!r}",
-                    remedy='mend the record: write every word as text, a number as "12"',
+                    remedy='correct the record: write every word as text, a number as "12"',
                 )
         return words
 
@@ -298,7 +298,7 @@ class TokenClassification(TokenTask):
         if len(tags) != len(self._words(record)):
             raise UserError(
                 f"the record has {len(self._words(record))} words and {len(tags)} labels",
-                remedy="mend the record: each word has one label",
+                remedy="correct the record: each word has one label",
             )
         return [check_label(tag, self.config.labels_column) for tag in tags]
 

@@ -26,7 +26,7 @@ def check_label(label: Any, column: str) -> Any:
     if not isinstance(label, str | int | float):
         raise UserError(
             f"{column!r} holds {str(label)[:60]!r} ({type(label).__name__}), which is no label",
-            remedy=f"mend the record: a label is a text, a number, true or false; {_LEAVE_OUT}",
+            remedy=f"correct the record: a label is a text, a number, true or false; {_LEAVE_OUT}",
         )
     if isinstance(label, str) and not label.strip():
         raise UserError(f"{column!r} holds an empty label", remedy=f"add the label to the record; {_LEAVE_OUT}")
@@ -92,7 +92,7 @@ class Labels:
         except KeyError as error:
             raise UserError(
                 f"the label {display_label(label)!r} is none of the task's: {describe_labels(self.names)}",
-                remedy="mend the record, or list all labels in task.labels"
+                remedy="correct the record, or list all labels in task.labels"
                 + ("; where the labels are numbers to learn, use task.problem=regression" if self._numeric else ""),
             ) from error
 

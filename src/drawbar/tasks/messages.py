@@ -209,7 +209,7 @@ def check_message(message: Any) -> Message:
         raise UserError(f"{str(message)[:60]!r} is no message", remedy='write {"role": …, "content": …}')
     content = message.get("content")
     if content is None and not message.get("tool_calls"):
-        raise UserError(f"a message of the {message['role']} has no content", remedy="mend the record")
+        raise UserError(f"a message of the {message['role']} has no content", remedy="correct the record")
     if not isinstance(content, list):
         return message
     other = next((part for part in content if not _is_text_part(part)), None)

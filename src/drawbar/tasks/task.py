@@ -322,6 +322,6 @@ def require(record: dict[str, Any], column: str, setting: str, kind: type = str)
     if not isinstance(value, kind):
         raise UserError(
             f"{column!r} is {type(value).__name__}, not {kind.__name__}: {str(value)[:60]!r}",
-            remedy=f"mend the record, or set {setting} to the key that holds it",
+            remedy=f"correct the record, or set {setting} to the key that holds it",
         )
     return value

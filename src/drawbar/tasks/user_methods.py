@@ -40,7 +40,7 @@ def make_task(task_type: type[Task], context: TaskContext) -> Task:
     except (UserError, torch.OutOfMemoryError):
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{name} fails: {cause(error)}", where=where, remedy="mend the method") from error
+        raise UserError(f"{name} fails: {cause(error)}", where=where, remedy="correct the method") from error
     if not hasattr(task, "task_context"):
         raise UserError(f"{name} does not call that of its base class", where=where, remedy=remedy)
     return task
@@ -123,9 +123,9 @@ def name_failing_method(task: Task) -> Iterator[None]:
         calls = traceback.format_list(traceback.StackSummary.extract(iter(frames[depth:])))
         owner, name = methods[frames[depth][0].f_code]
         inherited = "" if owner is type(task) else f", which {type(task).__name__} inherits,"
-        what, remedy = f"{owner.__name__}.{name}{inherited}", "mend the method"
+        what, remedy = f"{owner.__name__}.{name}{inherited}", "correct the method"
         if not own:
-            remedy = "mend what it is given (the model, the records, the batch), or override the method"
+            remedy = "correct what it is given (the model, the records, the batch), or override the method"
             if task.task_context.run_config.parallel.tensor > 1:
                 remedy += "; where it works with parallel.tensor=1, this model's layers cannot be cut"
         raise UserError(

@@ -1,4 +1,4 @@
-"""From a configuration to batches: records, samples, rows, loader; for training, evaluation and prediction."""
+"""From a configuration to batches (records, samples, rows, loader) for training, evaluation and prediction."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -60,14 +60,14 @@ def make_augment(task: Task, config: RunConfig, train: bool) -> Augment:
 
 @dataclass(frozen=True)
 class TaskAugment:
-    """See ``make_augment``. It pickles, as tasks do."""
+    """See ``make_augment``. Picklable, as tasks are."""
 
     task: Task
     seed: int
     train: bool
 
     def __call__(self, sample: Sample, epoch: int) -> Sample:
-        # a counter-based generator: no two samples or epochs ever share a number
+        # a counter-based generator: no two samples or epochs share a random stream
         rng = np.random.Generator(np.random.Philox(key=[self.seed, epoch], counter=[0, 0, sample["id"], 0]))
         with name_failing_method(self.task):
             augmented = self.task.augment(sample, self.train, rng)
@@ -80,7 +80,7 @@ class TaskAugment:
 
 @dataclass(frozen=True)
 class _NamedCollate:
-    """Collates as ``collate`` does; the error of a failure names the task's method. It pickles, as tasks do."""
+    """Wraps ``collate`` so that errors name the task's method. Picklable, as tasks are."""
 
     task: Task
     collate: Collate[Batch]
@@ -96,11 +96,11 @@ def batch_maker(task: Task, config: RunConfig) -> BatchMaker[Batch]:
 
 
 def make_prefetcher(task: Task, config: RunConfig, device: torch.device, prefetch: bool) -> Prefetcher[Batch]:
-    """The ``Prefetcher`` of training batches by ``data.workers``. ``auto`` prefetches in a thread, unless ``augment``
-    or ``collate`` is user-defined: that may draw from the global random generators, as the step does.
+    """The ``Prefetcher`` of training batches for ``data.workers``. ``auto`` prefetches in a thread, unless ``augment``
+    or ``collate`` is user-defined: these may draw from the global random generators, as the step does.
 
     Args:
-        prefetch: False to make each batch at its step, whatever ``data.workers`` says.
+        prefetch: False to build each batch at its step, regardless of ``data.workers``.
     """
     workers = config.data.workers
     return Prefetcher(
@@ -114,7 +114,7 @@ def make_prefetcher(task: Task, config: RunConfig, device: torch.device, prefetc
 
 @dataclass(frozen=True)
 class _Pinned:
-    """Moves batches into pinned memory, in any thread."""
+    """Moves batches to pinned memory, from any thread."""
 
     device: torch.device
 
@@ -125,9 +125,9 @@ class _Pinned:
 
 SHOWN_BAD_RECORDS = 10
 FIRST_RECORDS = 8
-"""Records that a task is tried on."""
+"""Number of records that a task is tried on."""
 DEFAULT_EVAL_ROWS = 32
-"""Rows of an evaluation forward where samples have no length in tokens, and no setting says how many."""
+"""Default rows per evaluation forward if samples have no length in tokens."""
 
 
 @dataclass(frozen=True)
@@ -155,17 +155,17 @@ class OpenedSplit:
             or self.records.identity() == self.identity
         ):
             return
-        if self.records.digest(file_digest) != self.cache_inputs["the records"]:  # equal content is no change
+        if self.records.digest(file_digest) != self.cache_inputs["the records"]:  # rewritten files may be identical
             raise UserError(
                 f"the {self.name} data changed while they were read",
                 where=f"data.{self.name}",
-                remedy="start again once nothing writes to them any more",
+                remedy="start again when no other process is writing to them",
                 exit_code=ExitCode.FAILED,
             )
 
 
 def open_data(task: Task, config: RunConfig, world: Distributed) -> tuple[OpenedSplit, OpenedSplit | None]:
-    """The training data and any validation data, opened but not encoded, so that a missing file is reported early."""
+    """Open the training data and any validation data, without encoding, so that a missing file is reported early."""
     train = open_split(task, "train", config, world)
     if config.data.validation is None and config.data.validation_share is None:
         return train, None
@@ -223,10 +223,10 @@ def first_samples(opened: OpenedSplit, task: Task, config: RunConfig, world: Dis
 
 
 def log_unread_columns(task: Task, records: Iterable[Record]) -> None:
-    """Log which columns of these records the task does not read: who believes one in use learns that it is not."""
+    """Log which columns of these records the task does not read, so that users notice a column they expect it to."""
     read: dict[str, bool] = {}
     for record in records:
-        with suppress(Exception):  # a bad record, or code that wants a plain dict: no reason to end a run
+        with suppress(Exception):  # a bad record, or user code that needs a plain dict: not a reason to end a run
             for column, is_read in task.parts_read(record).items():
                 read[column] = is_read or read.get(column, False)
     unread = [column for column, is_read in read.items() if not is_read]
@@ -237,8 +237,7 @@ def log_unread_columns(task: Task, records: Iterable[Record]) -> None:
 def load_data(
     task: Task, opened: tuple[OpenedSplit, OpenedSplit | None], config: RunConfig, world: Distributed, console: Console
 ) -> tuple[Loader[Batch], Split | None, Split | None]:
-    """The training batches of this rank; the training samples, unless they are a stream's; and the validation data,
-    where there are any."""
+    """The training batches of this rank; the training samples (None for a stream); and the validation data, if any."""
     train, validation = opened
     loader, train_split = _load_train(task, train, config, world, console, prefetch=True)
     if validation is None:
@@ -285,7 +284,7 @@ def encode_split(task: Task, opened: OpenedSplit, config: RunConfig, world: Dist
 def _cache_inputs(
     task: Task, records: Sequence[Record], name: str, digests: DigestCache, world: Distributed
 ) -> dict[str, str] | None:
-    """Digests of everything that the samples depend on, by name; None if one of these cannot be hashed."""
+    """Digests of everything that the samples depend on, by name; None if any of it cannot be hashed."""
     with world.working(f"reading {name}"), name_failing_method(task):
         inputs = cache_inputs(task, name == "train")
     if inputs is None:
@@ -325,7 +324,7 @@ def _reading(opened: OpenedSplit) -> Reading:
 
 
 def _read_again(found: Sequence[NumberedRecord] | Sequence[LocatedRecord]) -> Reading:
-    """A ``Reading`` over records that were read already."""
+    """A ``Reading`` over records that have already been read."""
     return read_list([one.record for one in found], [one.where for one in found].__getitem__)
 
 
@@ -345,7 +344,7 @@ def _log_cache_use(name: str, inputs: dict[str, str], config: RunConfig, world: 
 
 
 def describe_samples(samples: EncodedDataset) -> str:
-    """Counts, for people: ``4,012 samples of 655 records (3 dropped, 17 truncated), 1,980,312 tokens``."""
+    """Human-readable counts: ``4,012 samples of 655 records (3 dropped, 17 truncated), 1,980,312 tokens``."""
     left_out = [(samples.dropped, "dropped"), (samples.truncated, "truncated"), (samples.skipped_count, "bad")]
     notes = ", ".join(f"{count:,} {what}" for count, what in left_out if count)
     text = f"{len(samples):,} samples of {samples.records:,} records" + (f" ({notes})" if notes else "")
@@ -353,14 +352,14 @@ def describe_samples(samples: EncodedDataset) -> str:
 
 
 def make_loader(task: Task, config: RunConfig, world: Distributed, console: Console) -> Loader[Batch]:
-    """The training batches of this rank, from encoded samples or from a stream; none is made ahead of its step."""
+    """The training batches of this rank, from encoded samples or from a stream, without prefetching."""
     return _load_train(task, open_split(task, "train", config, world), config, world, console, prefetch=False)[0]
 
 
 def _load_train(
     task: Task, opened: OpenedSplit, config: RunConfig, world: Distributed, console: Console, prefetch: bool
 ) -> tuple[Loader[Batch], Split | None]:
-    """The training batches, and the samples that they are made of; None for those of a stream."""
+    """The training batches, and the samples they are built from (None for a stream)."""
     if isinstance(opened.records, Records) and config.data.streaming:
         return _stream_loader(task, opened.records, config, world, prefetch), None
     split = encode_split(task, opened, config, world, console)
@@ -378,7 +377,7 @@ def _load_train(
 
 
 def order_and_rows(task: Task, split: Split, config: RunConfig) -> tuple[Sampler, Rows]:
-    """The sampler of a split, and the rows that it orders."""
+    """The sampler of a split, and the rows that it puts in order."""
     seed, samples = config.run.seed, split.samples
     weights = [source.weight for source in getattr(split.records, "streams", [])]
     mixed = bool(weights) and None not in weights
@@ -397,10 +396,11 @@ def order_and_rows(task: Task, split: Split, config: RunConfig) -> tuple[Sampler
 
 
 def _plan(task: Task, samples: EncodedDataset, sizes: list[int], config: RunConfig) -> tuple[Plan, list[int]]:
-    """Which samples share a row (only those of one source, so that sources can be mixed), and each source's row count.
+    """Which samples share a row (only samples of one source, so that sources can be mixed), and the row count of each
+    source.
 
     Args:
-        sizes: samples of each source.
+        sizes: number of samples of each source.
     """
     placement = _label_placement(task)
     lengths = partial(packed_lengths, samples, placement)
@@ -437,7 +437,7 @@ def _stream_loader(
     task: Task, records: Records, config: RunConfig, world: Distributed, prefetch: bool
 ) -> StreamLoader[Batch]:
     encode = TaskEncoder(task, train=True)
-    # a stream's fingerprint has files and settings, not the user's code: a metric changed there must not block a resume
+    # a stream's fingerprint covers files and settings, not user code: changing a metric there must not block a resume
     settings_by_name, fingerprints = settings_of(task, train=True), {}
     for mode in ("error", "skip"):
         of_files = [stream.quick_digests[mode] for stream in records.streams]
@@ -475,7 +475,7 @@ def _stream_loader(
 
 
 def train_micro_batch(config: RunConfig, world: Distributed, has_tokens: bool) -> MicroBatchSize:
-    """The largest training micro-batch (one forward) on one process.
+    """The maximum training micro-batch (one forward) of one process.
 
     Args:
         has_tokens: whether samples have a length in tokens.
@@ -488,13 +488,13 @@ def train_micro_batch(config: RunConfig, world: Distributed, has_tokens: bool) -
 
 
 def _rows_for_stages(config: RunConfig, world: Distributed) -> int | None:
-    """The most rows per micro-batch that leave a pipeline four micro-batches per stage: it idles a fifth or less."""
+    """The most rows per micro-batch that still give a pipeline four micro-batches per stage: it idles at most 20%."""
     stages = config.parallel.pipeline
     return max(1, config.train.global_batch // world.dp_ranks.size // (4 * stages)) if stages > 1 else None
 
 
 def eval_micro_batch(config: RunConfig, has_tokens: bool) -> MicroBatchSize:
-    """The largest evaluation micro-batch on one process; it does not depend on the number of processes."""
+    """The maximum evaluation micro-batch of one process, independent of the number of processes."""
     if config.eval.micro_batch is not None:
         return MicroBatchSize(rows=config.eval.micro_batch)
     if config.train.micro_batch_tokens is not None:

@@ -1,4 +1,4 @@
-"""The interface of callbacks: code, the user's or drawbar's, that is called at the events of a run."""
+"""The callback interface: code of the user or of drawbar that is called at the events of a run."""
 
 import inspect
 import traceback
@@ -32,8 +32,8 @@ class RunHandle:
 
     @property
     def run_dir(self) -> Path:
-        """The run directory. Rank 0 writes metrics, scores and status. One rank for each disk (rank 0, where all nodes
-        see the same) writes configuration, tokenizer and checkpoints. Every rank writes its own log, profile and part
+        """The run directory. Rank 0 writes metrics, scores and status. One rank per disk (only rank 0 if all nodes
+        share a disk) writes configuration, tokenizer and checkpoints. Every rank writes its own log, profile and part
         of a checkpoint."""
         return self.config.run_dir
 
@@ -43,50 +43,50 @@ class RunHandle:
         return self.progress.step
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Give numbers by name, such as ``{"mine/gap": 0.5}``, to the trackers of the run, for this step. A call on a
-        rank other than 0 does nothing."""
+        """Log named numbers, such as ``{"mine/gap": 0.5}``, to the run's trackers for this step. No-op on ranks other
+        than 0."""
         self._log(self.step, {name: float(value) for name, value in values.items()})
 
     def request_save(self) -> None:
-        """Ask for a checkpoint: it is made after the next step, when all ranks know. One rank that asks is enough."""
+        """Request a checkpoint after the next step, when all ranks know. A request from one rank is enough."""
         self._stop.request(Reason.SAVE)
 
     def request_stop(self) -> None:
-        """Ask for the end of training after this step, which is saved. One rank that asks is enough."""
+        """Request to save this step and end training. A request from one rank is enough."""
         self._stop.request(Reason.CALLBACK)
 
 
 class Callback:
     """Called at the events of a run: override what you need.
 
-    Every rank makes its own callback, before anything is trained, and calls it at the same steps in the same order.
-    So ``on_train_start``, ``on_step``, ``on_evaluate``, ``on_save`` and ``on_train_end`` may call a collective of
-    ``torch.distributed`` where every rank does; ``on_exception`` may not, as the other ranks may be anywhere.
+    Every rank creates its own callback before training, and calls it at the same steps in the same order. So
+    ``on_train_start``, ``on_step``, ``on_evaluate``, ``on_save`` and ``on_train_end`` may call a collective of
+    ``torch.distributed`` if every rank does; ``on_exception`` must not, as the other ranks may be anywhere.
 
-    A callback that raises costs no step: the run saves the step that it has made, and ends with an error that names the
+    A callback that raises loses no step: the run saves the step just made, and ends with an error that names the
     callback and the method.
     """
 
     def on_train_start(self, run: RunHandle) -> None:
-        """Once, before the first step that this process makes and any evaluation, on every rank."""
+        """Called once on every rank, before this process's first step and any evaluation."""
 
     def on_step(self, run: RunHandle, info: StepInfo) -> None:
-        """After every optimizer step and whatever was due at it (logging, saving, evaluating), on every rank."""
+        """Called on every rank after every optimizer step and anything due at it (logging, saving, evaluating)."""
 
     def on_evaluate(self, run: RunHandle, scores: Mapping[str, float]) -> None:
-        """After every evaluation, on every rank, with the same scores by their names in ``metrics.jsonl``."""
+        """Called on every rank after every evaluation, with the same scores, named as in ``metrics.jsonl``."""
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
-        """When the state of a step has been copied for its checkpoint, on every rank. The folder is written in the
-        background, by rank 0 or, in parts, by all ranks: it appears, complete, in one moment; or, if the save fails
-        (``checkpoint.on_error``), not at all."""
+        """Called on every rank when the state of a step has been copied for its checkpoint. The folder is written in
+        the background, by rank 0 or, in parts, by all ranks. It appears atomically once it is complete, or not at all
+        if the save fails (``checkpoint.on_error``)."""
 
     def on_exception(self, run: RunHandle, error: Exception) -> None:
-        """Training ends with this error: on the ranks that raise it, which need not be all."""
+        """Called when training ends with this error, on the ranks that raise it, which may not be all."""
 
     def on_train_end(self, run: RunHandle) -> None:
-        """Once, after the last step that this process makes, on every rank; every checkpoint has been written. Not
-        called if a step fails."""
+        """Called once on every rank, after this process's last step and once every checkpoint is written. Not called if
+        a step fails."""
 
 
 CALLBACKS: Registry[type[Callback]] = Registry("callback", "drawbar.callbacks")
@@ -94,10 +94,10 @@ CALLBACKS: Registry[type[Callback]] = Registry("callback", "drawbar.callbacks")
 
 
 def make_callbacks(config: Sequence[str | Mapping[str, Mapping[str, Any]]]) -> list[Callback]:
-    """The user's callbacks by the setting ``callbacks``.
+    """Create the user's callbacks from the setting ``callbacks``.
 
     Raises:
-        UserError: there is no such callback, or it refuses its options.
+        UserError: there is no such callback, or it rejects its options.
     """
     where = "callbacks"
     return [
@@ -108,7 +108,7 @@ def make_callbacks(config: Sequence[str | Mapping[str, Mapping[str, Any]]]) -> l
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Refuse objects that are no callbacks, and callbacks with a method for an event that does not exist."""
+    """Refuse objects that are not callbacks, and callbacks with a method for an event that does not exist."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise UserError(
@@ -128,7 +128,7 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
 
 
 def _check_arguments(callback: Callback, event: str) -> None:
-    """Raises UserError where the callback's method does not accept its arguments."""
+    """Raise UserError if the callback's method does not accept its arguments."""
     given = list(inspect.signature(getattr(Callback, event)).parameters)[1:]  # without self
     try:
         inspect.signature(getattr(callback, event)).bind(*given)
@@ -186,7 +186,7 @@ class GuardedCallback(Callback):
             failure = UserError(
                 f"the callback {name} failed: {cause(error)}",
                 where="callbacks",
-                remedy="correct it, or leave it out; the same command goes on from the step that was saved",
+                remedy="correct it, or leave it out; the same command resumes from the saved step",
             )
             failure.__cause__ = error
             logger.warning("the callback %s failed: the run saves, and ends", name)

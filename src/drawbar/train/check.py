@@ -42,8 +42,8 @@ def check_on_samples(
     world: Distributed,
     console: Console,
 ) -> Split:
-    """Try the task, the model and the settings on a few samples, before the data are encoded, which may take hours, and
-    before the run begins. Every rank calls it.
+    """Try the task, the model and the settings on a few samples, before the run starts and before the data are encoded,
+    which may take hours. Collective.
 
     Returns:
         The first training samples.
@@ -68,21 +68,21 @@ def check_mode(section: EvalSection) -> None:
     """Refuse a configuration whose ``eval.mode`` is still undecided.
 
     Raises:
-        UserError: the metric is a user's own, and ``eval.mode`` does not say it.
+        UserError: the metric is user-defined, and ``eval.mode`` is not set.
     """
     if section.mode == "auto":
         raise UserError(
-            f"nothing says whether a smaller or a larger {section.metric} is better",
+            f"drawbar does not know whether a lower or a higher {section.metric} is better",
             where="eval.mode",
             remedy="set eval.mode=min or eval.mode=max",
         )
 
 
 def with_rows_alone(task: Task, engine: Engine, config: RunConfig) -> RunConfig:
-    """The configuration with micro-batches of one sample, where others in it would change a sample's loss.
+    """The configuration with micro-batches of one sample, if other samples in a batch would change a sample's loss.
 
     Raises:
-        UserError: rows are to hold several samples, and then do so in any case.
+        UserError: the loss would change, and rows hold several samples (``data.batching: packed``).
     """
     if not isinstance(task, PretrainedTask) or not task.computes_alone(engine.meta_model):
         return config
@@ -96,8 +96,8 @@ def with_rows_alone(task: Task, engine: Engine, config: RunConfig) -> RunConfig:
         )
     if config.train.micro_batch != 1 and engine.world.is_rank0:
         logger.warning(
-            "this %s model computes a sample differently next to a longer one: train.micro_batch is set to 1, and an "
-            "evaluation takes one sample at a time, too",
+            "this %s model computes a sample differently next to a longer one: train.micro_batch is set to 1, and "
+            "evaluation also takes one sample at a time",
             family,
         )
     train = config.train.model_copy(update={"micro_batch": 1, "micro_batch_tokens": None})
@@ -105,11 +105,11 @@ def with_rows_alone(task: Task, engine: Engine, config: RunConfig) -> RunConfig:
 
 
 def check_saved_state(task: Task, engine: Engine) -> None:
-    """Check that a checkpoint can hold all that the model keeps from step to step. Not collective: every rank knows the
-    names and types of the whole model.
+    """Check that a checkpoint can store all of the model's state. Not collective: every rank knows the names and types
+    of the whole model.
 
     Raises:
-        UserError: a module defines ``get_extra_state``, or a saved tensor is a copy, or of a type that checkpoints do
+        UserError: a module defines ``get_extra_state``, or a saved tensor is a copy, or has a dtype that checkpoints do
             not store.
     """
     for name, module in engine.meta_model.named_modules():
@@ -127,7 +127,7 @@ def check_saved_state(task: Task, engine: Engine) -> None:
             raise method_error(
                 task,
                 "build_model",
-                f"returns a model whose checkpoints cannot be loaded: in its state_dict {name} is a copy, and no "
+                f"returns a model whose checkpoints cannot be loaded: {name} in its state_dict is a copy, not a "
                 "parameter or buffer of the model",
                 "leave parameters and buffers in state_dict as they are, without a hook or a _save_to_state_dict of "
                 "your own",
@@ -137,18 +137,18 @@ def check_saved_state(task: Task, engine: Engine) -> None:
             raise method_error(
                 task,
                 "build_model",
-                f"returns a model that checkpoints cannot hold: {name} is {kind}",
+                f"returns a model that checkpoints cannot store: {name} is {kind}",
                 f"make it one of {', '.join(str(dtype).removeprefix('torch.') for dtype in STORED_DTYPES.values())}; a "
                 "buffer that need not be saved can be of any type, with persistent=False",
             )
 
 
 def check_task(task: Task, engine: Engine, split: Split) -> None:
-    """Try a task on the first training sample, alone and twice in a batch; every rank calls it.
+    """Try a task on a batch of the first training sample once, and of the same sample twice. Collective.
 
     Raises:
-        UserError: a method fails, ``loss`` returns a mean or has no gradient, ``num_targets`` is no count or does not
-            grow with the samples, or ``predict`` or ``collate`` loses samples. The error names the method.
+        UserError: a method fails, ``loss`` returns a mean or has no gradient, ``num_targets`` is not a count or does
+            not grow with the samples, or ``predict`` or ``collate`` loses samples. The error names the method.
     """
     with name_failing_method(task):
         example = make_augment(task, task.run_config, train=True)(split.samples[0], 0)
@@ -158,36 +158,36 @@ def check_task(task: Task, engine: Engine, split: Split) -> None:
     of_one, of_two = float(one.loss), float(two.loss)
     are_finite = math.isfinite(of_one) and math.isfinite(of_two)
     if not _on_all_ranks(engine, are_finite):
-        return  # an untrained model may have such a loss; training will show whether it stays
+        return  # an untrained model may have such a loss; training will show whether it persists
     if one.num_targets and math.isclose(two.num_targets, one.num_targets, rel_tol=1e-3):
         raise method_error(
             task,
             "num_targets",
-            f"returns {one.num_targets:g} for one sample, and for two of it as well",
+            f"returns {one.num_targets:g} for one sample, and also for two copies of it",
             "return the number of targets that the loss sums over: tokens, or samples",
         )
     if of_one and math.isclose(of_two, of_one, rel_tol=1e-2):
         raise method_error(
             task,
             "loss",
-            f"returns {of_one:g} for one sample, and for two of it as well: a mean",
+            f"returns {of_one:g} for one sample, and also for two copies of it, so it is a mean",
             'return the sum over the batch (reduction="sum"); drawbar divides by num_targets(batch)',
         )
     _warn_of_batch_norm(engine)
 
 
 def compare_with_neighbours(task: Task, engine: Engine, split: Split) -> None:
-    """Warn where the shortest sample has another loss beside the longest one than alone: the model then sees the
-    padding, or treats the batch as a whole. Every rank calls it."""
+    """Warn if the shortest sample has a different loss in a batch with the longest one than alone: the model then sees
+    the padding, or treats the batch as a whole. Collective."""
     if isinstance(task, PretrainedTask) and task.computes_alone(engine.meta_model):
-        return  # none is ever beside another: see with_rows_alone
+        return  # samples never share a batch: see with_rows_alone
     samples = split.samples
     if "input_ids" in samples.fields:
         sizes = samples.lengths
     else:
         tried = (samples[number].values() for number in range(min(len(samples), TRIED_SAMPLES)))
         sizes = np.array([sum(np.size(value) for value in values) for values in tried])
-    shortest, longest = int(sizes.argmin()), len(sizes) - 1 - int(sizes[::-1].argmax())  # two, if all are of one size
+    shortest, longest = int(sizes.argmin()), len(sizes) - 1 - int(sizes[::-1].argmax())  # distinct even if sizes equal
     with name_failing_method(task):
         augment = make_augment(task, task.run_config, train=True)
         ends = [augment(samples[number], 0) for number in (shortest, longest)]
@@ -205,7 +205,7 @@ def compare_with_neighbours(task: Task, engine: Engine, split: Split) -> None:
             "the loss of two samples is %.6g if each is alone, and %.6g if they are in one batch: the model sees the "
             "padding, or treats the batch as a whole. Losses and scores will depend on train.micro_batch, "
             "eval.micro_batch and the number of processes. A loss that compares samples needs train.micro_batch to be "
-            "a process's whole share of train.global_batch; micro-batches of 1 help only where the loss has a meaning "
+            "a process's whole share of train.global_batch; micro-batches of 1 help only if the loss is meaningful "
             "for a single sample",
             alone,
             together,
@@ -224,11 +224,11 @@ def _warn_of_batch_norm(engine: Engine) -> None:
 
 
 def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> None:
-    """Try an evaluation on the first samples of a split; every rank calls it.
+    """Try an evaluation on the first samples of a split. Collective.
 
     Raises:
-        UserError: a method of the task fails (the error names the method), two scores have one name, or none of
-            them is ``metric``.
+        UserError: a method of the task fails (the error names the method), two scores have the same name, or none is
+            called ``metric``.
     """
     count = _count_samples_of_whole_records(split)
     if not count:
@@ -248,7 +248,7 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
             of_loss, own = task.loss_scores(float(result.loss), result.num_targets or 1.0, records), task.score(records)
     except UserError as error:
         if isinstance(error.__cause__, ZeroDivisionError):
-            return  # a score may divide by a count that is 0 in these few samples only
+            return  # a score may divide by a count that happens to be 0 in these few samples
         raise
     for method, scores in (("loss_scores", of_loss), ("score", own)):
         if not isinstance(scores, dict) or not all(isinstance(value, float | int) for value in scores.values()):
@@ -261,7 +261,7 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
 
 
 def _count_samples_of_whole_records(split: Split) -> int:
-    """How many of the first samples to try: those of complete records, as predictions are joined by record. 0 where the
+    """How many of the first samples to try: those of complete records, as predictions are joined by record. 0 if the
     first record alone has more than ``TRIED_SAMPLES`` samples."""
     of_records = split.samples.record_of[: TRIED_SAMPLES + 1].tolist()
     if len(of_records) <= TRIED_SAMPLES:
@@ -300,8 +300,8 @@ def _check_num_targets(task: Task, batch: Batch, result: EvalResult) -> None:
         raise method_error(
             task,
             "num_targets",
-            f"returns {found!r:.80}, which is no count of targets",
-            "return a plain number, 0 or more: of a tensor, tensor.item()",
+            f"returns {found!r:.80}, which is not a number of targets",
+            "return a plain number, 0 or more (for a tensor, tensor.item())",
         )
     labels = batch.get("labels")
     all_ignored = labels is not None and bool((labels == IGNORED_LABEL).all())
@@ -315,8 +315,8 @@ def _check_num_targets(task: Task, batch: Batch, result: EvalResult) -> None:
 
 
 def _check_gradient(task: Task, engine: Engine, example: Sample) -> None:
-    """Refuse a loss that has a gradient in neither mode: some have none for a single sample, or in evaluation mode;
-    and batch normalization refuses a single sample in training mode."""
+    """Refuse a loss with a gradient in neither training nor evaluation mode. Some losses have none
+    for a single sample or in evaluation mode, and batch normalization refuses a single sample in training mode."""
     for count, training in ((1, False), (2, True)):
         with name_failing_method(task):
             batch = task.collate([example] * count).to(engine.world.device)
@@ -327,7 +327,7 @@ def _check_gradient(task: Task, engine: Engine, example: Sample) -> None:
 
 
 def _on_all_ranks(engine: Engine, answer: bool) -> bool:
-    """Whether ``answer`` is true on every rank: the next check has collectives, so all ranks must make it or none."""
+    """Whether ``answer`` is true on every rank: the next check has collectives, so either all ranks run it or none."""
     return engine.world.sum_counts([int(answer)]) == [engine.world.size]
 
 
@@ -348,6 +348,6 @@ def _check_predictions(task: Task, predictions: Any, ids: list[int]) -> None:
         raise method_error(
             task,
             "predict",
-            f"returns what JSON cannot hold: {error}",
+            f"returns predictions that JSON cannot represent: {error}",
             "return plain numbers, strings, lists and dicts: tensor.tolist()",
         ) from error

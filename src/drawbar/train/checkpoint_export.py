@@ -1,5 +1,5 @@
-"""Exports a checkpoint to a folder that transformers loads. Weights are copied from file to file; mostly no model with
-values is built.
+"""Exports a checkpoint to a folder that transformers loads. Weights are copied from file to file, usually without
+building a model.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,29 +38,29 @@ from drawbar.train.setup import checkpoint_of, on_one_process, open_checkpoint, 
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """What is written of a model, and how."""
+    """Which parts of a model are exported, and how."""
 
     merge: bool = False
-    """For a LoRA run: write the whole model with the adapters in its weights, not the adapters alone."""
+    """For a LoRA run: write the full model with merged adapters instead of the adapters alone."""
     dtype: str = "fp32"
-    """Of the weights: a key of ``DTYPES``."""
+    """Dtype of the weights: a key of ``DTYPES``."""
     shard_size: str = "5GB"
-    """Upper limit on the size of one file of weights, so that a reader of a part of the model need not read all of it.
-    The export takes about as much memory."""
+    """Maximum size of one file of weights, so that a reader of part of the model need not read all of it. The export
+    takes about as much memory."""
 
 
 class CheckpointExport:
-    """The model and the tokenizer of a checkpoint, to be written for transformers' ``from_pretrained``.
+    """Writes the model and the tokenizer of a checkpoint for transformers' ``from_pretrained``.
 
-    In memory are the weights of one file (``form.shard_size``), and one tensor twice. Only where the files of a LoRA
-    run's pretrained model do not hold all its weights, as with a new classification head, the whole model is built.
+    Needs memory for the weights of one file (``form.shard_size``) and a copy of one tensor. The full model is built
+    only if the files of a LoRA run's pretrained model lack some of its weights, such as a new classification head.
 
     Args:
         checkpoint: see ``checkpoint_of``.
         world: of one process.
 
     Raises:
-        UserError: there is no such checkpoint, or the model is none of transformers'.
+        UserError: there is no such checkpoint, or the model is not a transformers model.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class CheckpointExport:
         self.step = snapshot.step
         self._whole = _checked(build_meta_model(self._task))
         self.model: nn.Module = self._whole
-        """The model as it was trained (of a LoRA run, with adapters), mostly on the meta device: class and shapes."""
+        """The model as trained (with adapters for a LoRA run), usually on the meta device: class and shapes."""
         self._read: Callable[[str], Tensor] = snapshot.model.__getitem__
         if config.lora is not None:
             self._adapt(config.lora, snapshot, world)
@@ -106,11 +106,11 @@ class CheckpointExport:
         """Write config, weights and tokenizer.
 
         Args:
-            folder: exists, and is empty; what an error leaves in it is of no use.
+            folder: an existing, empty folder; unusable after an error.
 
         Raises:
             UserError: a weight is too large for ``form.dtype``, or the checkpoint is damaged or cannot be read.
-            OSError: the disk takes no more.
+            OSError: the disk is full or fails.
         """
         with rust_errors_as_oserror(folder):
             self._write(folder)
@@ -143,7 +143,7 @@ def _read_adapted(
 def _checked(model: Any) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         raise UserError(
-            f"a {type(model).__name__} is no transformers model, and has no format to export to",
+            f"{type(model).__name__} is not a transformers model, and has no format to export to",
             where="RUN",
             remedy="its weights are in the run's checkpoints, as safetensors",
         )

@@ -1,5 +1,5 @@
 """The two ways to save: rank 0 gathers and writes full tensors, or each rank writes its own part. A layout copies the
-state of a step on all ranks, and returns the function that writes the copy in the background thread.
+state of a step on all ranks, and returns a function that writes the copy from the background thread.
 """
 
 import json
@@ -27,13 +27,13 @@ class SavePhases:
     """The phases of one save, on the background threads of all ranks.
 
     In each phase some ranks, the workers, do something. Rank 0 receives the result of each of them, even if one has
-    failed, and then tells the followers, who wait for it, whether all have succeeded. So no follower begins the next
-    phase too early, or after a failure.
+    failed, and then notifies the waiting followers whether all succeeded. So no follower starts the next phase too
+    early or after a failure.
 
     Args:
-        undo: removes what this rank's disk has of the save. Called on rank 0 and on followers when a phase has failed,
-            once rank 0 has heard from every worker or has given up on those that are lost. Not called where rank 0 is
-            lost, as then nobody knows how far the others have come.
+        undo: removes this rank's files of the save. Called on rank 0 and on followers when a phase has failed, once
+            rank 0 has heard from every worker or given up on lost ones. Not called if rank 0 is lost, as the progress
+            of the others is then unknown.
     """
 
     def __init__(self, messages: BackgroundMessages, rank: int, undo: Callable[[], None]) -> None:
@@ -44,15 +44,15 @@ class SavePhases:
     def run(
         self, name: str, work: Callable[[], bytes], workers: Collection[int], followers: Collection[int], activity: str
     ) -> list[bytes]:
-        """A phase. Every rank of ``workers`` and ``followers`` must call it, and rank 0.
+        """Run a phase. Every rank of ``workers`` and ``followers``, and rank 0, must call it.
 
         Args:
             workers: the ranks that call ``work``.
-            followers: the ranks that go on only when all workers have succeeded; rank 0 always is one.
-            activity: what the workers do, for the log and errors of those who wait for them.
+            followers: the ranks that continue only if all workers succeed; always includes rank 0.
+            activity: what the workers do, for the log and errors of the ranks that wait for them.
 
         Returns:
-            What the workers have returned, on rank 0; elsewhere nothing.
+            The workers' results on rank 0; nothing on other ranks.
 
         Raises:
             Exception: what ``work`` has raised here; on rank 0 and on followers a UserError where it has failed on
@@ -149,18 +149,18 @@ class CheckpointLayout(Protocol):
 
 
 def choose_layout(setting: Literal["auto", "whole", "parts"], engine: Engine, shares_disk: bool) -> str:
-    """``checkpoint.layout``, with ``auto`` resolved: parts where the state is large, and all nodes see one disk."""
+    """``checkpoint.layout``, with ``auto`` resolved: parts if the state is large and all nodes share a disk."""
     if setting != "auto":
         return setting
     return "parts" if shares_disk and checkpoint_bytes(engine) > MAX_WHOLE_BYTES else "whole"
 
 
 def checkpoint_bytes(engine: Engine, optimizer_share: float | None = None) -> int:
-    """About how large a full checkpoint is.
+    """Approximate size of a full checkpoint, in bytes.
 
     Args:
-        optimizer_share: bytes of the optimizer's state for each byte of a trained weight; None if not known, and then
-            the most that any optimizer has, so that a start refuses every disk that is too small.
+        optimizer_share: bytes of optimizer state per byte of trained weights. None if unknown: the most that any
+            optimizer needs is assumed, so that any disk that is too small is refused at startup.
     """
     sizes = {True: 0, False: 0}
     for parameter in engine.meta_model.parameters():
@@ -194,8 +194,8 @@ class WholeTensorsLayout:
 
 
 class PartsLayout:
-    """Every rank writes its own shards; one checkpoint is made of all parts, once they are on the disk. The background
-    threads coordinate by messages (``SavePhases``)."""
+    """Every rank writes its own shards; once all parts are on disk, they become one checkpoint. The background threads
+    coordinate by messages (``SavePhases``)."""
 
     def __init__(self, directory: CheckpointDirectory, engine: Engine, world: Distributed) -> None:
         self._directory = directory
@@ -220,7 +220,7 @@ class PartsLayout:
         messages: BackgroundMessages,
         ensure_free_space: Callable[[], None],
     ) -> None:
-        """Runs in the background thread of every rank. ``common`` is None but on rank 0."""
+        """Runs in the background thread of every rank. ``common`` is None except on rank 0."""
         name, everyone, first = step_name(step), range(self._world.size), (0,)
         undo = partial(self._directory.discard, name) if self._world.is_rank0 else lambda: None
         phases = SavePhases(messages, self._world.rank, undo)
@@ -245,12 +245,12 @@ class PartsLayout:
 
 
 def _plain(values: Values, engine: Values) -> Values:
-    """A JSON copy of all values, so that an invalid one fails here, and not in the background thread."""
+    """A JSON copy of all values, so that an invalid one fails here rather than in the background thread."""
     return decode_state(encode_state(values | {"engine": engine}))
 
 
 def _gather_rng_states(world: Distributed) -> dict[str, torch.Tensor] | None:
-    """The RNG states of all ranks, on rank 0; elsewhere None."""
+    """The RNG states of all ranks on rank 0; None on other ranks."""
     generators = world.gather(rng_state(world.device))
     if generators is None:
         return None
@@ -262,6 +262,6 @@ def _gather_rng_states(world: Distributed) -> dict[str, torch.Tensor] | None:
 
 
 def rng_key(world: Distributed, rank: int) -> str:
-    """The key of a rank's RNG state in a checkpoint: its seed rank (``ParallelDims.seed_rank``: the same for ranks that
-    must draw the same numbers), so that they restore the same state, whatever the parallel layout at saving was."""
+    """The key of a rank's RNG state in a checkpoint: its seed rank (``ParallelDims.seed_rank``), which is the same for
+    ranks that must draw the same numbers, so that they restore the same state under any parallel layout."""
     return f"seed-{world.dims.seed_rank(rank):04d}"

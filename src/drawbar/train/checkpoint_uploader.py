@@ -27,14 +27,14 @@ _RETRY_SECONDS = 60.0
 
 
 def open_store(config: RunConfig) -> ObjectStore:
-    """The run's own folder in the store: it has the name of the run, as the run directory does. Raises UserError for a
-    URL that cannot be used here."""
+    """Open the run's folder in the store, which is named after the run, as the run directory is. Raises UserError if
+    the URL cannot be used here."""
     return ObjectStore(f"{str(config.checkpoint.remote).rstrip('/')}/{config.run.name}")
 
 
 def known_owner(config: RunConfig) -> int | None:
-    """The owner number (``RemoteOwner``) of the last process that trained in this run directory; None without one. That
-    process has ended, as the calling one holds the directory's lock."""
+    """The owner number (``RemoteOwner``) of the last process that trained in this run directory, or None. That process
+    has ended, as the caller holds the directory's lock."""
     try:
         values = json.loads((config.run_dir / _OWNER_FILE).read_text("utf-8"))
         return int(values["owner"]) if values["remote"] == config.checkpoint.remote else None
@@ -43,10 +43,10 @@ def known_owner(config: RunConfig) -> int | None:
 
 
 class CheckpointUploader:
-    """Mirrors the local folder of checkpoints to the object store: whenever notified, it uploads new checkpoints,
-    newest first, one at a time; then it deletes copies by ``checkpoint.keep``. Training never waits for it. A store
-    that does not answer is a warning, with a retry later; a process that takes over the run's folder in the store stops
-    the run. Checkpoints not uploaded before the run ends are uploaded at the next start.
+    """Mirrors the local checkpoints to the object store. When notified, it uploads new checkpoints one at a time,
+    newest first, then deletes copies according to ``checkpoint.keep``. Training never waits for it. If the store does
+    not answer, it warns and retries later; if another process takes over the run's folder in the store, it stops the
+    run. Checkpoints not uploaded before the run ends are uploaded at the next start.
     """
 
     def __init__(self, config: RunConfig, stop: Stop) -> None:
@@ -65,7 +65,7 @@ class CheckpointUploader:
         self._has_warned = False
         self._has_ended = threading.Event()
         self._wake = threading.Event()
-        self._wake.set()  # an earlier process may have left something to copy
+        self._wake.set()  # an earlier process may have left checkpoints to upload
         self._threads = [
             threading.Thread(target=work, name=f"checkpoint-{name}", daemon=True)
             for name, work in (("uploader", self._run), ("owner", self._send_heartbeats))
@@ -75,7 +75,7 @@ class CheckpointUploader:
         """Become the only process that writes to the run's folder in the store.
 
         Raises:
-            ObjectStoreError: the store does not answer; what is saved meanwhile is copied later.
+            ObjectStoreError: the store does not answer; checkpoints saved meanwhile are uploaded later.
             UserError: another process writes there, or the store has newer checkpoints than this disk.
         """
         before = wait_until_owner_ended(self._store, known_owner(self._config))
@@ -84,7 +84,7 @@ class CheckpointUploader:
             raise UserError(
                 f"the store has a newer checkpoint of this run, of step {max(newer)}, than this disk",
                 where=self._store.url,
-                remedy="the same command, given again, goes on from that one; for a run of its own choose another "
+                remedy="run the same command again to resume from it; for a separate run, choose another "
                 "run.name or checkpoint.remote",
                 exit_code=ExitCode.FAILED,
             )
@@ -112,7 +112,7 @@ class CheckpointUploader:
         self._wake.set()
 
     def close(self) -> None:
-        """Wait until everything is uploaded, or the store has failed; warn of what is missing there."""
+        """Wait until everything is uploaded or the store has failed; warn about missing checkpoints."""
         self._is_closing = True
         self._wake.set()
         uploader = self._threads[0]
@@ -131,7 +131,7 @@ class CheckpointUploader:
         left = [str(step) for step, _ in self._uncopied()]
         if left:
             steps = f"step{'s' if len(left) > 1 else ''} {', '.join(left)}"
-            logger.warning("%s lacks %s: the same command, given again, copies what is missing", self._store.url, steps)
+            logger.warning("%s lacks %s: run the same command again to copy what is missing", self._store.url, steps)
         if self._owner is not None:
             try:
                 self._owner.release()
@@ -156,7 +156,7 @@ class CheckpointUploader:
             self._forget_if_emptied()
             while self._copy_newest():
                 pass
-            self._prepare_commit()  # what the save has written after the checkpoint, such as best.json
+            self._prepare_commit()  # files written after the checkpoint, such as best.json
         except ObjectStoreError as error:
             self._warn(error.what)
             return False
@@ -171,11 +171,11 @@ class CheckpointUploader:
         return True
 
     def _forget_if_emptied(self) -> None:
-        """Upload everything anew where somebody has emptied the run's folder in the store."""
+        """Upload everything again if the run's folder in the store was emptied."""
         assert self._owner is not None
         self._owner.check()
         if self._owner.times_emptied != self._times_emptied:
-            logger.warning("%s was emptied: everything is copied there anew", self._store.url)
+            logger.warning("%s was emptied: everything is copied there again", self._store.url)
             self._times_emptied = self._owner.times_emptied
             self._copied.clear()
             self._run_files = RemoteRunFiles(self._store, self._config.run_dir)
@@ -183,7 +183,7 @@ class CheckpointUploader:
     def _warn(self, reason: str) -> None:
         """Warn once, until an upload succeeds again."""
         if not self._has_warned:
-            logger.warning("checkpoints are not copied for now, and training goes on: %s", reason)
+            logger.warning("checkpoints are not copied for now; training continues: %s", reason)
         self._has_warned = True
 
     def _copy_newest(self) -> bool:
@@ -197,13 +197,13 @@ class CheckpointUploader:
             self._copied[step] = self._remote.upload(folder, self._prepare_commit)
             self._remote.rotate(self._config.checkpoint.keep, self._best(), self._owner.check)
         except (ChangedDuringCopy, FileNotFoundError, Unusable):
-            time.sleep(0.5)  # a save replaces or deletes it now
+            time.sleep(0.5)  # a save is replacing or deleting it
         finally:
             self._uploading = None
         return True
 
     def _prepare_commit(self) -> None:
-        """Check the ownership, and upload the run's other files, so that they are never older than the checkpoint."""
+        """Check ownership, and upload the run's other files, so that they are never older than the checkpoint."""
         assert self._owner is not None
         self._owner.check()
         self._run_files.put()
@@ -233,15 +233,15 @@ class CheckpointUploader:
                 self._stop.fail(error)
                 return
             except UserError:
-                continue  # the uploader says so, where there is something to copy
+                continue  # the uploader warns if there is something to copy
 
 
 def start_uploader(config: RunConfig, world: Distributed, stop: Stop) -> CheckpointUploader | None:
-    """Start the run's uploader on rank 0, and return it; None on other ranks, and without ``checkpoint.remote``. Every
-    rank calls it.
+    """Start the run's uploader on rank 0, and return it; None on other ranks and without ``checkpoint.remote``.
+    Collective.
 
     Raises:
-        UserError: as ``claim`` does, on every rank; of an ObjectStoreError only where the disk has no checkpoint.
+        UserError: as ``claim``, on every rank; for an ObjectStoreError, only if the disk has no checkpoint.
     """
     uploaders: list[CheckpointUploader] = []
 

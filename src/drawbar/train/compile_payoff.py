@@ -1,4 +1,4 @@
-"""Logs whether ``parallel.compile`` pays off within a run: its cost, and the time saved in each step."""
+"""Logs whether ``parallel.compile`` pays off within a run: its cost, and the time saved per step."""
 
 import math
 import time
@@ -19,26 +19,26 @@ from drawbar.tracking.meters import Throughput
 from drawbar.train.memory_probe import memory_of
 
 FIRST_COMPARED = 10
-"""A run compiles most of its code in the steps before this one."""
+"""First step to compare; a run compiles most of its code in earlier steps."""
 LAST_COMPARED = 15
-"""The steps from ``FIRST_COMPARED`` to this one are also made as trials, compiled and uncompiled."""
+"""The steps from ``FIRST_COMPARED`` to this one are also run as trials, compiled and uncompiled."""
 
 Steps = Iterator[tuple[int, list[MicroBatch[Batch]]]]
 
 
 def logging_compile_payoff(steps: Steps, engine: Engine, meter: Throughput, uncompiled_step_fits: bool) -> Steps:
-    """The same steps; if blocks are compiled, the log says after some steps what compilation has cost and saved.
+    """Yield the same steps; if blocks are compiled, log after some of them what compilation has cost and saved.
 
     Args:
-        steps: those that are left. Every rank makes them.
-        meter: leaves out the time of the trials.
+        steps: the remaining steps, made by every rank.
+        meter: excludes the time of the trials.
         uncompiled_step_fits: whether an uncompiled step is known to fit into the device's memory.
     """
     left = engine.total_steps - engine.step
     if not engine.config.parallel.compile:
         return steps
     if left < LAST_COMPARED:
-        logger.info("parallel.compile: the %d steps that are left are too few to tell whether it pays", left)
+        logger.info("parallel.compile: the %d remaining steps are too few to tell whether it pays off", left)
         return steps
     fits = uncompiled_step_fits or engine.world.device.type == "cpu"
     updater = engine.updater if fits and isinstance(engine.updater, TorchUpdater) else None
@@ -50,7 +50,7 @@ def _compared(steps: Steps, engine: Engine, updater: TorchUpdater | None, meter:
     for number, (step, micro_batches) in enumerate(steps, start=1):
         if updater is not None and FIRST_COMPARED <= number <= LAST_COMPARED:
             with meter.paused():
-                # compiled and uncompiled take turns at being second, with caches already filled
+                # compiled and uncompiled trials alternate in running second, with warm caches
                 saved.append(_saved_seconds(engine, updater, micro_batches, compiled_first=number % 2 == 0))
             if memory is not None:
                 memory.reset()  # its peak was that of an uncompiled step
@@ -62,7 +62,7 @@ def _compared(steps: Steps, engine: Engine, updater: TorchUpdater | None, meter:
 def _saved_seconds(
     engine: Engine, updater: TorchUpdater, micro_batches: Sequence[MicroBatch[Batch]], compiled_first: bool
 ) -> float:
-    """Seconds by which forward and backward of a step are faster than uncompiled."""
+    """Seconds that compilation saves in a step's forward and backward passes."""
     seconds = {}
     for is_compiled in (compiled_first, not compiled_first):
         began = _synchronized_time(engine.world.device)
@@ -80,16 +80,16 @@ def _synchronized_time(device: torch.device) -> float:
 
 
 def describe_payoff(cost: float, saved: Sequence[float], left: int) -> str:
-    """What compilation costs and saves, for people.
+    """Describe what compilation costs and saves.
 
     Args:
-        cost: seconds of compiling so far.
-        saved: seconds in each of some steps; none where that is not known.
-        left: steps that this process makes.
+        cost: seconds spent compiling so far.
+        saved: seconds saved in each of some steps; empty if unknown.
+        left: number of steps that this process makes.
     """
     took = f"it has taken {cost:,.1f} s"
     if not saved:
-        return f"{took}; what it saves is not measured here"
+        return f"{took}; its savings are not measured here"
     low, typical, high = quantiles(saved, n=4)
     what = (
         f"{took} and saves {typical:.2g} s a step ({low:.2g} to {high:.2g} in the middle half of {len(saved)} trials)"

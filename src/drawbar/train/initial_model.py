@@ -1,7 +1,7 @@
-"""A run that begins with the model of another run: ``task.model: runs/other@best``.
+"""A run that starts with the model of another run: ``task.model: runs/other@best``.
 
-The model is copied into the run directory, as a folder that transformers loads, before anything else is built: from
-there on it is a pretrained model like any other, for every strategy, and the other run may be moved or deleted.
+The model is first copied into the run directory, as a folder that transformers loads. From then on it is a pretrained
+model like any other, under every strategy, and the other run may be moved or deleted.
 """
 
 import json
@@ -37,14 +37,14 @@ from drawbar.util.atomic_files import link_or_copy, new_folder
 from drawbar.util.run_dir import LOCK_FILE
 
 SINGLE_PROCESS_SETTINGS = ("launch.nproc=1", "device=cpu", "precision=fp32")
-"""Settings with which a run's model is read: on one process, and without a GPU."""
+"""Settings for reading a run's model: one process, no GPU."""
 
 
 class InitialModel:
-    """The folder ``initial_model`` of a run directory, while its run begins.
+    """The folder ``initial_model`` of a run directory, while its run starts.
 
-    As a context manager: after an error before the run has its ``config.yaml``, what :meth:`provide` has written is
-    removed. At the end, so are copies on nodes that do not see that folder.
+    On exit, this context manager removes copies on nodes that do not see that folder and, after an error before the run
+    has a ``config.yaml``, everything that :meth:`provide` has written.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -71,14 +71,14 @@ class InitialModel:
         Collective.
 
         Args:
-            source_run_dir: the run directory of the checkpoint that the run begins from; its own where there is none.
-            lock: makes and locks the run directory.
+            source_run_dir: the run directory of the checkpoint that the run starts from; its own if there is none.
+            lock: creates and locks the run directory.
 
         Returns:
-            The folder of the copy, as this node sees it; None where ``task.model`` names no run.
+            The folder of the copy, as this node sees it; None if ``task.model`` does not name a run.
 
         Raises:
-            UserError: there is no such run, or it has no such checkpoint, or no model that transformers knows.
+            UserError: there is no such run, or it has no such checkpoint or no transformers model.
         """
         activity = f"copying the model of {getattr(config.task, 'model', None)}"
 
@@ -96,7 +96,7 @@ class InitialModel:
 
     def _write(self, config: RunConfig, source_run_dir: Path, step: int) -> None:
         folder, present = self._run_dir / INITIAL_MODEL, initial_model_of(source_run_dir, config.task)
-        for left in self._run_dir.glob(f"{INITIAL_MODEL}*"):  # of a process that was killed, or of another task.model
+        for left in self._run_dir.glob(f"{INITIAL_MODEL}*"):  # left by a killed process, or by another task.model
             shutil.rmtree(left)
         if present is None:
             write_initial_model(config, folder, step)
@@ -106,7 +106,7 @@ class InitialModel:
 
 
 def _step_to_copy(config: RunConfig, source_run_dir: Path) -> int | None:
-    """The step of the checkpoint to copy the model of; None where nothing is to be copied."""
+    """The step of the checkpoint whose model is to be copied; None if there is nothing to copy."""
     for run_dir in (config.run_dir, source_run_dir):
         folder = initial_model_of(run_dir, config.task)
         if folder is not None:
@@ -121,7 +121,7 @@ def write_initial_model(config: RunConfig, folder: Path, step: int | None = None
     """Write the model that ``task.model`` names into a new folder, if it is a run's; return whether it is.
 
     Args:
-        step: of the checkpoint; None for the one that ``task.model`` names.
+        step: the checkpoint's step; None for the one that ``task.model`` names.
 
     Raises:
         UserError: as :meth:`InitialModel.provide`.
@@ -145,8 +145,9 @@ def write_initial_model(config: RunConfig, folder: Path, step: int | None = None
 
 @contextmanager
 def temporary_initial_model(config: RunConfig) -> Iterator[Path | None]:
-    """Context with a temporary folder of the model that ``task.model`` names, if it is another run's and this run has
-    no copy of it; else None. For use before the run directory exists. Raises as ``write_initial_model``."""
+    """Context manager that yields a temporary folder with the model that ``task.model`` names, if it is another run's
+    and this run has no copy yet; else None. For use before the run directory exists. Raises as
+    ``write_initial_model``."""
     if initial_model_of(config.run_dir, config.task) is not None or run_reference(config.task) is None:
         yield None
         return
@@ -157,18 +158,18 @@ def temporary_initial_model(config: RunConfig) -> Iterator[Path | None]:
 
 
 def find_step(reference: RunReference) -> int:
-    """The step of the checkpoint that is named.
+    """The step of the checkpoint that the reference names.
 
     Raises:
-        UserError: there is no such run or checkpoint, or the run's task is a class of a script.
+        UserError: there is no such run or checkpoint, or the run's task is a class defined in a script.
     """
     with _naming_setting():
         run = run_folder(reference.run)
     if (run / SCRIPT_FILE).exists():
         raise UserError(
-            f"the task of {reference.run} is a class of a script, which its model is built by",
+            f"the task of {reference.run} is a class defined in a script, which is needed to build its model",
             where="task.model",
-            remedy=f"let the script write the model as a folder (`python SCRIPT export {reference.run} --to FOLDER`), "
+            remedy=f"export the model with that script (`python SCRIPT export {reference.run} --to FOLDER`), "
             "and set task.model=FOLDER",
         )
     directory, which = CheckpointDirectory(run / "checkpoints"), reference.which
@@ -197,7 +198,7 @@ def find_step(reference: RunReference) -> int:
 
 @contextmanager
 def _naming_setting() -> Iterator[None]:
-    """Let an error about the other run name the setting that it comes from."""
+    """Make errors about the other run name the setting that it comes from."""
     try:
         yield
     except UserError as error:

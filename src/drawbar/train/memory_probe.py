@@ -1,8 +1,8 @@
-"""``train.micro_batch: auto`` on a CUDA device: the largest micro-batch that fits into its memory, by trial steps.
+"""``train.micro_batch: auto`` on a CUDA device: the largest micro-batch that fits into memory, found by trial steps.
 
-It is kept in the run directory, so that a resumed run sums its gradients in the same order as before. A rank that ran
-out of memory in a trial would leave the others in a collective. So a trial of more than one row is made only where the
-memory of the trials before it says that it fits, on all ranks.
+The result is saved in the run directory, so that a resumed run sums its gradients in the same order as before. A rank
+that ran out of memory in a trial would leave the others hanging in a collective. So a trial of more than one row only
+runs if the memory of earlier trials predicts that it fits, on all ranks.
 """
 
 import json
@@ -32,8 +32,8 @@ from drawbar.util.atomic_files import write_durably
 
 MICRO_BATCH_FILE = "micro_batch.json"
 USABLE_SHARE = 0.9
-"""Of a device's memory. The rest is for fragments that steps of other sizes leave, for what an update takes besides the
-optimizer's state, and for what ``largest_that_fits`` cannot foresee."""
+"""Usable fraction of a device's memory. The rest is for fragmentation by steps of other sizes, for memory that an
+update needs besides the optimizer's state, and for errors of the prediction in ``largest_that_fits``."""
 
 
 class DeviceMemory(Protocol):
@@ -41,23 +41,23 @@ class DeviceMemory(Protocol):
 
     @property
     def name(self) -> str:
-        """The kind of device. It is stored with the size found: a run that goes on on another kind looks anew."""
+        """The device model. Stored with the result: a run resumed on another model searches again."""
 
     def reset(self) -> None:
-        """Free what is kept for later tensors, and forget the peak."""
+        """Free cached memory, and reset the peak."""
 
     def allocated(self) -> int:
-        """What tensors have now."""
+        """Memory that tensors use now."""
 
     def peak(self) -> int:
-        """The most that was taken from the device at once since ``reset``: tensors, and what was free between them."""
+        """Peak memory reserved on the device since ``reset``: tensors, and free memory between them."""
 
     def limit(self) -> int:
-        """The most that tensors could have."""
+        """Upper bound on the memory that tensors could use."""
 
 
 class CudaMemory:
-    """``DeviceMemory`` of a CUDA device, which other processes may use, too."""
+    """``DeviceMemory`` of a CUDA device, which other processes may also use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -83,14 +83,14 @@ class CudaMemory:
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
-    """A CUDA device's memory; None elsewhere: other programs need a host's memory, too, and its cores gain nothing from
-    larger micro-batches."""
+    """The memory of a CUDA device; None for other devices: host memory is shared with other programs, and CPU cores
+    gain nothing from larger micro-batches."""
     return CudaMemory(device) if device.type == "cuda" else None
 
 
 @dataclass(frozen=True)
 class FoundMicroBatch:
-    """The micro-batch of a run, and the devices, number of ranks and settings with which it was found."""
+    """The micro-batch of a run, with the devices, number of ranks and settings it was found with."""
 
     size: MicroBatchSize
     found_with: Mapping[str, Any]
@@ -101,7 +101,7 @@ class FoundMicroBatch:
 
     @classmethod
     def load(cls, run_dir: Path) -> "FoundMicroBatch | None":
-        """None where the run has none."""
+        """The stored result of a run, or None."""
         path = run_dir / MICRO_BATCH_FILE
         if not path.exists():
             return None
@@ -112,19 +112,19 @@ class FoundMicroBatch:
 def fit_micro_batch(
     loader: Loader[Batch], engine: Engine, memory: DeviceMemory | None, run_dir: Path, resumed: bool
 ) -> FoundMicroBatch | None:
-    """Set the loader's micro-batches to what fits into the memory. Every rank calls it.
+    """Set the loader's micro-batches to the largest that fit into memory. Collective.
 
-    A resumed run keeps its stored size, if nothing that ``_found_with`` lists has changed; without a stored size, it
+    A resumed run keeps its stored size if nothing listed in ``_found_with`` has changed; without a stored size, it
     keeps the loader's micro-batches, of at most ``MICRO_BATCH_TOKENS`` tokens.
 
     Args:
-        memory: None to leave the loader as it is.
-        run_dir: where ``micro_batch.json`` is, if there is one: that of the run whose checkpoint is resumed.
-        resumed: whether the run goes on from a checkpoint, its own or that of ``--resume PATH``; False for a fork.
+        memory: None to leave the loader unchanged.
+        run_dir: folder that may contain ``micro_batch.json``: that of the run whose checkpoint is resumed.
+        resumed: whether the run resumes from a checkpoint, its own or that of ``--resume PATH``; False for a fork.
 
     Returns:
-        What to save; None without ``memory``, under ``dp`` or DeepSpeed, with micro-batches set by hand, in a
-        resumed run that found nothing, in a pipeline (it holds several at once) and for a stream (longest row unknown).
+        The result to save; None without ``memory``, under ``dp`` or DeepSpeed, with micro-batches set by the user, in a
+        resumed run without a result, in a pipeline (it holds several at once) and for a stream (longest row unknown).
     """
     train, world = engine.config.train, engine.world
     is_set = train.micro_batch != "auto" or train.micro_batch_tokens is not None
@@ -147,7 +147,7 @@ def fit_micro_batch(
 def _found_with(engine: Engine, memory: DeviceMemory) -> dict[str, Any]:
     settings = engine.config.model_dump(
         mode="json",
-        exclude_defaults=True,  # else a later drawbar's new settings would be a change
+        exclude_defaults=True,  # otherwise new settings in a later drawbar would count as a change
         include={"parallel": True, "data": {"padding_free"}, "task": {"attention", "cross_entropy"}},
     )
     return {"devices": sorted(set(engine.world.all_gather(memory.name))), "ranks": engine.world.size, **settings}
@@ -163,8 +163,8 @@ def _probe(loader: TrainLoader[Batch], engine: Engine, updater: TorchUpdater, me
         micro = MicroBatch(make(longest_rows(rows, count)))
         set_rng_state(generators, world.device)
         memory.reset()
-        # compiled blocks take no more memory than uncompiled ones, and would be compiled anew for each size; two
-        # micro-batches, because the second one runs while the gradients of the first are in memory
+        # uncompiled: compiled blocks need no more memory, and would be recompiled for each size; two micro-batches, as
+        # the second one runs while the gradients of the first are in memory
         with name_failing_method(engine.task), uncompiled_blocks(), trial_step(engine, updater, [micro, micro]):
             resting = memory.allocated()
         return Trial(count, resting + to_come, memory.peak() + to_come)
@@ -185,11 +185,11 @@ def _probe(loader: TrainLoader[Batch], engine: Engine, updater: TorchUpdater, me
 
 
 def _most_rows(loader: TrainLoader[Batch], config: RunConfig, longest: int | None) -> int:
-    """The most rows to try: a rank's share of the global batch; where rows are padded to the longest beside them, at
-    most ``MICRO_BATCH_TOKENS`` tokens of them: in a larger micro-batch more is padding, which costs more than it gains.
+    """The most rows to try: a rank's share of the global batch; for padded rows, at most ``MICRO_BATCH_TOKENS`` tokens,
+    as larger micro-batches contain more padding, which costs more than they gain.
 
     Args:
-        longest: tokens of the longest row; None where rows have no tokens.
+        longest: tokens of the longest row; None if rows have no tokens.
     """
     share = -(-loader.global_batch // loader.ranks.size)
     is_padded = config.data.batching == "padded" and config.data.padding_free is not True
@@ -201,22 +201,22 @@ class Trial:
     """The memory use of one trial step."""
 
     rows: int
-    """Of a micro-batch."""
+    """Rows of its micro-batches."""
     resting: int
-    """Bytes of weights, gradients and optimizer."""
+    """Bytes of weights, gradients and optimizer state."""
     peak: int
-    """Bytes."""
+    """Peak memory, in bytes."""
 
 
 def largest_that_fits(measure: Callable[[int], Trial], fits: Callable[[float], bool], most: int) -> Trial:
-    """The largest trial that fits, of 1, 2, 4, … or ``most`` rows; that of one row even if it does not fit.
+    """The largest trial that fits, of 1, 2, 4, … or ``most`` rows; the one-row trial even if it does not fit.
 
-    At each moment of a step, the memory is a constant plus a multiple of the rows. So the peak is convex in the
-    rows: beyond the last two trials it may lie above the line through them, but by no more than the constants of two
-    moments differ (a block that FSDP has gathered, a chunk of logits).
+    At each moment of a step, memory is a constant plus a multiple of the rows. So the peak is convex in the rows:
+    beyond the last two trials it may lie above the line through them, but by no more than the constants of two
+    moments differ (a block gathered by FSDP, a chunk of logits).
 
     Args:
-        fits: whether the device of every rank has this many bytes to use.
+        fits: whether this many bytes are usable on the device of every rank.
     """
     largest = measure(1)
     bytes_per_row: float = largest.peak - largest.resting
@@ -233,8 +233,8 @@ def largest_that_fits(measure: Callable[[int], Trial], fits: Callable[[float], b
 
 
 def longest_rows(rows: Rows, count: int) -> RawBatch:
-    """``count`` rows with no fewer tokens than any others. For an encoder-decoder, up to twice as many rows: the sample
-    with the longest input, and the one with the longest target, each ``count`` times."""
+    """The ``count`` longest rows, in tokens. For an encoder-decoder, up to twice as many rows: the sample with the
+    longest input and the one with the longest target, each ``count`` times."""
     if not isinstance(rows, SampleRows):
         longest_first = np.argsort(-rows.lengths[:], kind="stable")
         return raw_batch(rows, longest_first[np.arange(count) % len(rows)], epoch=0)

@@ -1,5 +1,5 @@
-"""From a configuration to a run that is ready to train: where it begins, what its ``auto`` settings stand for, its
-task, data and engine."""
+"""From a configuration to a run that is ready to train: its starting point, its resolved ``auto`` settings, its task,
+data and engine."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -38,11 +38,11 @@ from drawbar.train.stop import Stop
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks to be trained: see ``Trainer``."""
+    """What the user asks to train: see ``Trainer``."""
 
     config: RunConfig
     source_config: RunConfig
-    """Of the run whose checkpoint a fork begins from; else ``config``."""
+    """The configuration of the run whose checkpoint a fork starts from; else ``config``."""
     task_type: type[Task]
     resume: str
     fork: str | None
@@ -58,11 +58,11 @@ def prepare_run(
     console: Console,
     trackers: Trackers,
 ) -> Run:
-    """Build the run, restore it from its checkpoint, and open its directory. Nothing is written before the task, the
+    """Build the run, restore it from its checkpoint, and open its directory. Nothing is written until the task, the
     model and the settings have been tried. Collective.
 
     Raises:
-        UserError: the request is wrong, or does not fit the checkpoint, the data or the machine.
+        UserError: the request is invalid, or incompatible with the checkpoint, the data or the machine.
     """
     shares_disk = check_nodes_share_disk(request.config, world)
     start = world.from_rank0(partial(_find_start, request, lock), "looking for the newest checkpoint")
@@ -88,7 +88,7 @@ def prepare_run(
     micro_batch_dir = source_run_dir if resumed else config.run_dir
     found = fit_micro_batch(loader, engine, memory_of(world.device), micro_batch_dir, resumed)
 
-    seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # dropout differs by rank, but for tp ranks
+    seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # dropout: per rank, but equal on tp ranks
     progress = RunProgress()
     if start.checkpoint is not None:
         progress = restore_rest(start, rest, config.run.seed, loader, validation, world)
@@ -106,7 +106,7 @@ def _find_start(request: Request, lock: RunDirLock) -> RunStart:
     find = partial(find_start, request.source_config, request.resume, request.fork, request.weights_only)
     lock.take_if_run()  # before the disk is searched: another process may write there
     start = find_start_on_disk_or_store(find, request.config, request.resume)
-    lock.take_if_run()  # the run directory may have been downloaded from the object store just now
+    lock.take_if_run()  # the run directory may just have been downloaded from the object store
     return start
 
 
@@ -144,7 +144,7 @@ def _open_directory(
     config: RunConfig, start: RunStart, lock: RunDirLock, task: Task, engine: Engine, world: Distributed
 ) -> None:
     """Create or update the run directory; call it only when everything is ready to train."""
-    config = config.model_copy(update={"task": task.run_config.task})  # with the columns that were found
+    config = config.model_copy(update={"task": task.run_config.task})  # with the detected columns
     folder = config.run_dir
     checkpoints = CheckpointDirectory(folder / "checkpoints")
     world.barrier("loading the checkpoint")  # all ranks have read it: remove_leftovers() below may rename it

@@ -1,5 +1,5 @@
 """``RemoteRunFiles``: copies of a run's files other than its checkpoints in an object store, so that another machine
-can go on with the run."""
+can resume the run."""
 
 import hashlib
 import json
@@ -23,11 +23,11 @@ CONFIG = "config.yaml"
 _BEST = f"checkpoints/{BEST_FILE}"
 _INDEX = "run-files.json"
 _FIXED = ("task.json", SCRIPT_FILE, "tokenizer/*", f"{INITIAL_MODEL}/*")
-"""Files that never change in a run. Their checksums are in the index, and are verified after a download."""
+"""Files that never change during a run. Their checksums are in the index, and are verified after a download."""
 _CHANGING = (CONFIG, ORIGIN_FILE, MICRO_BATCH_FILE, "metrics.jsonl", "tracking/*.json", _BEST)
-"""Files that a run rewrites. They have no checksums. Of them a run takes only the size of its micro-batch,
-``eval.mode`` and which checkpoint is the best; the rest is compared with the run's own settings and devices, tells
-trackers which run to go on with, or is read by people."""
+"""Files that a run rewrites. They have no checksums. A run takes only the micro-batch size, ``eval.mode`` and the best
+checkpoint from them; the rest is compared with the run's own settings and devices, tells trackers which run to resume,
+or is read by people."""
 _FIXED_NAME = re.compile(
     rf"task\.json|{re.escape(SCRIPT_FILE)}|(tokenizer|{re.escape(INITIAL_MODEL)})/[A-Za-z0-9_][A-Za-z0-9._-]*"
 )
@@ -55,7 +55,7 @@ class _Index(BaseModel):
 
 
 class RemoteRunFiles:
-    """The files of ``run_dir`` and their copies in ``store``. Methods raise ObjectStoreError where that does not
+    """The files of ``run_dir`` and their copies in ``store``. Methods raise ObjectStoreError if the store does not
     answer."""
 
     def __init__(self, store: ObjectStore, run_dir: Path) -> None:
@@ -67,7 +67,7 @@ class RemoteRunFiles:
     def put(self) -> None:
         """Upload the files that have changed since the last call."""
         for name in filter(self._has_changed, self._names(_CHANGING)):
-            found = identity(self._run_dir / name)  # first: it may grow meanwhile
+            found = identity(self._run_dir / name)  # before reading: it may grow meanwhile
             self._store.put(name, self._run_dir / name)
             self._copied[name] = found
         fixed = self._names(_FIXED)
@@ -92,7 +92,7 @@ class RemoteRunFiles:
         return [str(path.relative_to(self._run_dir)) for path in found]
 
     def _read_index(self) -> _Index | None:
-        """None where there is none, or a damaged one."""
+        """The index; None if it is missing or damaged."""
         try:
             index = _Index.model_validate_json(self._read(_INDEX) or b"")
         except ValidationError:
@@ -100,11 +100,11 @@ class RemoteRunFiles:
         return index if index == _Index.of(index.files) else None
 
     def config(self) -> bytes | None:
-        """The run's ``config.yaml`` in the store; None where there is none."""
+        """The run's ``config.yaml`` in the store, or None."""
         return self._read(CONFIG)
 
     def best(self) -> bytes | None:
-        """The run's ``best.json`` in the store; None where there is none."""
+        """The run's ``best.json`` in the store, or None."""
         return self._read(_BEST)
 
     def _read(self, name: str) -> bytes | None:
@@ -114,10 +114,10 @@ class RemoteRunFiles:
 
     def fetch(self) -> None:
         """Download the files that the run directory lacks, and always the metrics; but not ``config.yaml`` and
-        ``best.json``, which the caller takes from ``config`` and ``best``.
+        ``best.json``, which the caller gets from ``config`` and ``best``.
 
         Raises:
-            UserError: a file that the run computes with is damaged; the message names it.
+            UserError: a file that affects the computation is damaged; the message names it.
         """
         drafts = self._run_dir / _TEMPORARY_FOLDER
         shutil.rmtree(drafts, ignore_errors=True)
@@ -162,6 +162,6 @@ class RemoteRunFiles:
         return UserError(
             f"{name} of the run's copy {how}",
             where=self._store.url,
-            remedy=f"put {name} back from the run directory, if there is one; or begin anew under another run.name",
+            remedy=f"restore {name} from the run directory, if it exists; or start over under another run.name",
             exit_code=ExitCode.FAILED,
         )

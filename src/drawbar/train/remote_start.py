@@ -1,4 +1,4 @@
-"""Finds where a run with ``checkpoint.remote`` begins: at the newest checkpoint, on its disk or in its object store."""
+"""Finds the starting point of a run with ``checkpoint.remote``: the newest checkpoint on its disk or in its store."""
 
 import shutil
 import tempfile
@@ -27,24 +27,24 @@ from drawbar.util.best_score import BestScore
 
 
 def find_start_on_disk_or_store(find: Callable[[], RunStart], config: RunConfig, resume: str) -> RunStart:
-    """Find where the run begins. If the object store (``checkpoint.remote``) has a newer usable checkpoint than the
-    disk, it is downloaded first, with the other files of the run. Rank 0 calls it.
+    """Find the starting point of the run. If the object store (``checkpoint.remote``) has a newer usable checkpoint
+    than the disk, download it first, with the other files of the run. Called on rank 0.
 
     Args:
         find: ``find_start``, with its arguments.
-        config: of the run that begins; of a fork its own.
+        config: the configuration of the run to start; for a fork, its own.
         resume: as for ``find_start``.
 
     Raises:
-        UserError: as ``find_start`` does; another process trains the run; the run's copy cannot be used, or is that of
-            a run with other settings; or the store does not answer, and the disk has no checkpoint either.
+        UserError: as ``find_start``; or another process trains the run; the run's copy is unusable, or is of a run with
+            other settings; or the store does not answer, and the disk has no checkpoint either.
     """
     if config.checkpoint.remote is None:
         return find()
     nothing: NothingToFork | None = None
     try:
         start = find()
-    except NothingToFork as error:  # on a machine that has nothing, the same command goes on with the fork
+    except NothingToFork as error:  # on an empty machine, the same command resumes the fork from the store
         start, nothing = RunStart(), error
     own = _local_step(start, config.run_dir)
     try:
@@ -57,7 +57,7 @@ def find_start_on_disk_or_store(find: Callable[[], RunStart], config: RunConfig,
                 remedy=f"{error.remedy}; or train without copies: checkpoint.remote=null",
                 exit_code=error.exit_code,
             ) from error
-        logger.warning("the run goes on from its own disk, as the store does not answer: %s", error.what)
+        logger.warning("the run resumes from its own disk, as the store does not answer: %s", error.what)
         return start
     if nothing is not None and not has_fetched:
         raise nothing
@@ -65,8 +65,7 @@ def find_start_on_disk_or_store(find: Callable[[], RunStart], config: RunConfig,
 
 
 def finish_uploads(config: RunConfig, world: Distributed, stop: Stop) -> None:
-    """Upload what an earlier process of a complete run has not uploaded. Collective. Raises as ``start_uploader``
-    does."""
+    """Upload what an earlier process of a complete run has not uploaded. Collective. Raises as ``start_uploader``."""
     uploader = start_uploader(config, world, stop)
     with world.barrier_after("copying the last checkpoint"):
         if uploader is not None:
@@ -74,14 +73,14 @@ def finish_uploads(config: RunConfig, world: Distributed, stop: Stop) -> None:
 
 
 def _local_step(start: RunStart, run_dir: Path) -> int:
-    """The step of the run's own checkpoint that it would begin from; -1 where it has none."""
+    """The step of the run's own checkpoint that it would start from; -1 if it has none."""
     if start.checkpoint is None or not is_of_this_run(start.checkpoint, run_dir):
         return -1
     return int(start.checkpoint.name.removeprefix("step-").partition(".")[0])
 
 
 class _RemoteRun:
-    """A run's folder in the object store, when a process starts."""
+    """A run's folder in the object store, at startup."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -98,13 +97,13 @@ class _RemoteRun:
         newer = {step: objects for step, objects in complete.items() if step > own}
         if not newer:
             if own < 0:
-                check_store_writable(self._store)  # before a run begins that could not be copied there
+                check_store_writable(self._store)  # before starting a run that could not be copied there
             return False
         if resume == "never":
             raise UserError(
                 f"the run {self._config.run.name} exists already: the store has its step {max(newer)}",
                 where=self._store.url,
-                remedy="choose another run.name, delete that folder, or leave out --resume never to go on with it",
+                remedy="choose another run.name, delete that folder, or omit --resume never to resume it",
             )
         settings = self._check_same_run(max(newer))
         with self._run_dir_for(settings):
@@ -117,14 +116,14 @@ class _RemoteRun:
         return len(unusable) < len(newer)
 
     def _check_same_run(self, newest: int) -> str:
-        """The ``config.yaml`` in the store, whose newest step is ``newest``. Raises UserError where it is missing, or
-        another run's."""
+        """The ``config.yaml`` in the store, whose newest step is ``newest``. Raises UserError if it is missing or
+        belongs to another run."""
         text = self._run_files.config()
         if text is None:
             raise UserError(
-                "the store has checkpoints of this run, and no config.yaml",
+                "the store has checkpoints of this run, but no config.yaml",
                 where=self._store.url,
-                remedy="put it back from the run directory, or choose another run.name",
+                remedy="restore it from the run directory, or choose another run.name",
             )
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / CONFIG).write_bytes(text)
@@ -138,9 +137,9 @@ class _RemoteRun:
 
     @contextmanager
     def _run_dir_for(self, settings: str) -> Iterator[None]:
-        """Context in which the run directory exists. A new one is locked and has ``config.yaml``; if the copy is then
-        refused, all but its lock file is deleted again; if the store fails, what was downloaded stays. For a run that
-        exists already this does nothing: the caller holds its lock."""
+        """Context manager in which the run directory exists. A new one is locked and has ``config.yaml``; if the copy
+        is then refused, all but its lock file is deleted; if the store fails, downloaded files are kept. No-op for an
+        existing run: the caller holds its lock."""
         folder = self._config.run_dir
         if (folder / CONFIG).exists():
             yield
@@ -148,11 +147,11 @@ class _RemoteRun:
         folder.mkdir(parents=True, exist_ok=True)
         with lock_run_dir(folder):
             before = set(folder.iterdir())
-            write_durably(folder / CONFIG, settings)  # first: what has one is a run
+            write_durably(folder / CONFIG, settings)  # first: a folder with a config.yaml is a run
             try:
                 yield
             except ObjectStoreError:
-                raise  # what is there already need not be downloaded again
+                raise  # keep downloaded files: they need not be downloaded again
             except UserError:
                 for path in sorted(set(folder.iterdir()) - before, key=lambda path: path.name != CONFIG):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -162,7 +161,7 @@ class _RemoteRun:
         """Download the newest usable checkpoint; return the damaged ones that were skipped, with the reasons.
 
         Raises:
-            UserError: one of another format comes first; older ones are not tried.
+            UserError: a checkpoint of another format comes first; older ones are not tried.
         """
         unusable: dict[int, Unusable] = {}
         for step, objects in reversed(newer.items()):
@@ -181,7 +180,7 @@ class _RemoteRun:
 
     def _fetch_best(self, complete: Mapping[int, Objects]) -> None:
         """Download the best checkpoint, which later commands need, if the disk lacks it; only warn if it is damaged.
-        This comes before the newest one: once that is on the disk, nothing more is downloaded."""
+        Called before the newest one is downloaded: once that is on the disk, nothing more is downloaded."""
         try:
             best = BestScore.from_json(self._run_files.best() or b"")
         except ValueError:
@@ -201,5 +200,5 @@ class _RemoteRun:
         return UserError(
             "\n    ".join([f"of the copies of this run's checkpoints {what}, and none was changed:", *lines]),
             where=self._store.url,
-            remedy="restore one, use the drawbar that wrote them, or begin a new run under another run.name",
+            remedy="restore one, use the drawbar version that wrote them, or start a new run under another run.name",
         )

@@ -1,8 +1,8 @@
-"""From what the user asks for to what is trained: what each ``auto`` stands for that neither data nor model decide, and
-what a run that continues keeps of its beginning.
+"""Resolves the requested configuration to what is trained: each ``auto`` that depends on neither data nor model, and
+the original choices that a resumed run keeps.
 
-After this, two settings are still open: which columns hold what (``build_task``), and whether rows need padding
-(``choose_padding_free``, ``with_rows_alone``).
+Two settings remain open: the columns to read (``build_task``), and whether rows need padding (``choose_padding_free``,
+``with_rows_alone``).
 """
 
 from collections.abc import Mapping
@@ -28,22 +28,22 @@ class ResolvedConfig:
     """The two configurations of a run."""
 
     written: RunConfig
-    """For ``config.yaml``: what the user asks for, so that ``auto`` stays ``auto``."""
+    """For ``config.yaml``: as requested, so ``auto`` stays ``auto``."""
     trained: RunConfig
-    """What this process trains."""
+    """The configuration that this process trains."""
 
 
 def resolve(config: RunConfig, start: RunStart, world: Distributed) -> ResolvedConfig:
     """Resolve a configuration for the start of a run, on the devices and processes of ``world``. Collective.
 
     Raises:
-        UserError: settings that do not combine here, a compiler or a library is missing, or the checkpoint of the
-            start is damaged.
+        UserError: settings do not combine here, a compiler or a library is missing, or the checkpoint of the start is
+            damaged.
     """
     config = config.model_copy(update={"eval": resolve_mode(config.eval, start.eval_mode)})
     trained = config
     if config.data.rebuild and world.from_rank0((config.run_dir / "config.yaml").exists, "looking for the run"):
-        logger.info("data.rebuild is ignored, as the run exists already; `drawbar prepare` encodes its data anew")
+        logger.info("data.rebuild is ignored, as the run exists already; `drawbar prepare` encodes its data again")
         trained = without_data_rebuild(config)
     if start.checkpoint is not None and not start.forked:
         trained = _with_original_choices(trained, start.checkpoint, world)
@@ -52,7 +52,7 @@ def resolve(config: RunConfig, start: RunStart, world: Distributed) -> ResolvedC
 
 def resolve_mode(section: EvalSection, stored_mode: str | None) -> EvalSection:
     """The section with ``eval.mode: auto`` resolved to ``min`` or ``max``; unchanged if neither the run nor the metric
-    decides.
+    determines it.
 
     Args:
         stored_mode: the ``eval.mode`` stored in an existing run; None for a new run.
@@ -71,9 +71,9 @@ def resolve_mode(section: EvalSection, stored_mode: str | None) -> EvalSection:
 
 
 def _with_original_choices(config: RunConfig, checkpoint: Path, world: Distributed) -> RunConfig:
-    """The configuration with choices that the run began with in place of ``auto``: its dtypes; and, where it began so,
-    plain cross-entropy and padding, so that a newer drawbar does not change how an older run computes. A run that began
-    with a loss in the head, or without padding, stays at ``auto``: it goes on so where device and strategy allow it.
+    """The configuration with the run's original choices in place of ``auto``: its dtypes and, if it started with them,
+    plain cross-entropy and padding, so that a newer drawbar does not change how an older run computes. A run that
+    started with a loss in the head, or without padding, stays at ``auto`` and keeps it if device and strategy allow it.
     """
     state = world.from_rank0(lambda: read_state(checkpoint), f"reading {checkpoint}")
     before = state[RESOLVED]
@@ -100,7 +100,7 @@ def with_cross_entropy_of(config: RunConfig, state: Mapping[str, Any]) -> RunCon
     other implementations add up the same loss in another order.
 
     Args:
-        state: of the checkpoint.
+        state: the checkpoint's state.
     """
     begun = state[RESOLVED]["cross_entropy"]
     if begun != "plain" or getattr(config.task, "cross_entropy", None) != "auto":

@@ -25,13 +25,13 @@ from drawbar.train.step import RunProgress
 
 
 def restore_engine(start: RunStart, engine: Engine, world: Distributed) -> tuple[RunStart, Snapshot]:
-    """Put back weights and optimizer; each rank reads its part of them. A fork takes the weights, and the optimizer
-    where it fits, unless only the weights are asked for.
+    """Restore weights and optimizer state; each rank reads its part of them. A fork takes the weights and, unless only
+    the weights are requested, the optimizer state if it fits.
 
-    Where a rank finds the checkpoint damaged, all ranks go back to the next older one.
+    If a rank finds the checkpoint damaged, all ranks fall back to the next older one.
 
     Returns:
-        The start that was used in the end, and the rest of its checkpoint, for ``restore_rest``.
+        The start actually used, and the rest of its checkpoint, for ``restore_rest``.
 
     Raises:
         UserError: on every rank: the checkpoint is damaged and there is no older one, or belongs to another model or
@@ -50,7 +50,7 @@ def _restore_from(checkpoint: Path, start: RunStart, engine: Engine, world: Dist
 
     def load() -> None:
         if start.weights_only:
-            logger.info("the optimizer's state in %s is not taken: the optimizer begins anew", checkpoint)
+            logger.info("the optimizer state in %s is not loaded: the optimizer starts fresh", checkpoint)
             _load_weights(engine, snapshot)
         elif start.forked:
             _load_what_fits(engine, snapshot)
@@ -72,7 +72,7 @@ def restore_rest(
 ) -> RunProgress:
     """Restore everything else (data position, RNG, progress), so that training continues exactly where it stopped.
 
-    A fork takes the position in the data where that fits, and forgets the scores of the run it came from.
+    A fork takes the position in the data if it fits, and drops the scores of its source run.
 
     Args:
         rest: the rest of the checkpoint, as ``restore_engine`` returned it.
@@ -92,7 +92,7 @@ def restore_rest(
     if forked:
         progress.best_step = progress.best_score = None
         progress.evaluations_since_best = 0
-        progress.evaluated_step = progress.step  # a fork is not evaluated before its own first step
+        progress.evaluated_step = progress.step  # do not evaluate a fork before its own first step
     else:
         find_best = partial(_best_with_checkpoint, progress, CheckpointDirectory(start.checkpoint.parent))
         progress.best_step, progress.best_score = world.from_rank0(find_best, "looking for the best checkpoint")
@@ -104,21 +104,20 @@ def restore_rest(
 
 
 def _best_with_checkpoint(progress: RunProgress, directory: CheckpointDirectory) -> tuple[int | None, float | None]:
-    """The best step and score of a resumed run: those of ``progress`` if that step has a checkpoint. If it has none, as
-    its save failed, they are those of ``best.json``, provided that this names a checkpoint that exists and is not
-    newer."""
+    """The best step and score of a resumed run: those of ``progress`` if that step has a checkpoint. If not, because
+    its save failed, those of ``best.json``, provided it names an existing checkpoint that is not newer."""
     steps = directory.steps()
     try:
         recorded = directory.best_record()
     except UserError:
-        recorded = None  # the next save writes it anew
+        recorded = None  # the next save rewrites it
     if progress.best_step in steps or recorded is None or recorded.step not in steps or recorded.step > progress.step:
         return progress.best_step, progress.best_score
     return recorded.step, recorded.score
 
 
 def _check_validation(saved: str | None, validation: Split | None) -> None:
-    """Refuse changed validation data: scores before and after the change could not be compared."""
+    """Refuse changed validation data: scores before and after the change would not be comparable."""
     if validation is not None and saved is not None and saved != validation.samples.fingerprint:
         raise UserError(
             "the validation data changed since the checkpoint was written: its fingerprint "
@@ -134,28 +133,28 @@ def _engine_state(snapshot: Snapshot) -> EngineState:
 
 
 def _load_what_fits(engine: Engine, snapshot: Snapshot) -> None:
-    """For a fork: only the weights are taken if the optimizer, or the base model of the adapters, is another one."""
+    """For a fork: load only the weights if the optimizer, or the base model of the adapters, is a different one."""
     state = _engine_state(snapshot)
     try:
         check_base(snapshot, engine.base)
         engine.load(state)
     except UserError as error:
         _load_weights(engine, snapshot)  # first: raises if the weights do not fit either; then no warning
-        logger.warning("only the weights are taken over: %s", error.what)
+        logger.warning("only the weights are loaded: %s", error.what)
 
 
 def _load_weights(engine: Engine, snapshot: Snapshot) -> None:
-    """Load the weights alone: the optimizer state starts empty, and the learning rate continues its schedule."""
+    """Load only the weights: the optimizer state starts empty, and the learning rate continues its schedule."""
     engine.load_model(snapshot.model)
     engine.step = snapshot.state["engine"]["step"]
 
 
 def _load_where_it_fits(loader: Loader, data: dict[str, Any]) -> None:
-    """For a fork: go on in the same data, or begin other data at its first sample."""
+    """For a fork: continue in the same data, or start other data at its first sample."""
     try:
         loader.load(data)
     except UserError as error:
-        logger.warning("the data begins at its first sample: %s", error.what)
+        logger.warning("the data starts at its first sample: %s", error.what)
 
 
 def _restore_generators(rng: dict[str, torch.Tensor], seed: int, step: int, world: Distributed) -> None:

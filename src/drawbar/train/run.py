@@ -1,4 +1,4 @@
-"""``Run``: the parts of a run, ready to train, which the trainer and drawbar's own callbacks share."""
+"""``Run``: the parts of a run, ready to train, shared by the trainer and drawbar's own callbacks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class Run:
     """The parts of a run."""
 
     config: RunConfig
-    """What is trained: without ``auto``."""
+    """The configuration to train, with ``auto`` resolved."""
     world: Distributed
     stop: Stop
     console: Console
@@ -40,12 +40,12 @@ class Run:
     shares_disk: bool
     """Whether all nodes see the run directory."""
     uncompiled_step_fits: bool
-    """True where trial steps (not compiled) chose the micro-batch's size."""
+    """Whether uncompiled trial steps chose the micro-batch size."""
     meter: Throughput = field(default_factory=Throughput)
     callbacks: list[Callback] = field(default_factory=list)
     """drawbar's own, then the user's."""
     saver: Saver = field(init=False)
-    """From the start of training on."""
+    """Set when training starts."""
 
     def __post_init__(self) -> None:
         world, log = self.world, self.trackers.log
@@ -54,7 +54,7 @@ class Run:
         )
 
     def make_saver(self) -> Saver:
-        """Make ``saver``, which is to be closed."""
+        """Create ``saver``, which the caller must close."""
         parts = (self.engine, self.loader, self.world, self.shares_disk, self.stop, self.progress, self.validation)
         self.saver = Saver(self.config, *parts)
         return self.saver
@@ -70,7 +70,7 @@ class Run:
         )
 
     def is_complete(self) -> bool:
-        """Whether all steps are made and evaluated, or the run has stopped early."""
+        """Whether all steps are done and evaluated, or the run has stopped early."""
         return (self.all_steps_done and not self.evaluation_is_due) or patience_is_exhausted(
             self.config.eval, self.progress
         )
@@ -84,7 +84,7 @@ class Run:
             callback.on_save(self.handle, self.config.run_dir / "checkpoints" / step_name(step))
 
     def evaluate(self) -> Evaluation | None:
-        """Evaluate on the validation data, leaving every random generator as it was; None if a rank wants to stop: the
+        """Evaluate on the validation data, preserving every random generator's state. None if a rank wants to stop; the
         resumed run then evaluates again."""
         assert self.validation is not None
         state = rng_state(self.world.device)
@@ -105,7 +105,7 @@ class Run:
 
 
 def evaluation_is_due(config: EvalSection, progress: RunProgress, last: bool) -> bool:
-    """Whether an evaluation is due at the current step and has not been made yet."""
+    """Whether an evaluation is due at the current step and has not run yet."""
     due = last or (config.every is not None and progress.step % config.every == 0)
     return due and progress.evaluated_step != progress.step
 

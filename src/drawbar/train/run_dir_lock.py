@@ -1,4 +1,4 @@
-"""The lock of a run directory: one process at a time trains a run."""
+"""The lock of a run directory, so that only one process at a time trains a run."""
 
 import errno
 import fcntl
@@ -20,7 +20,7 @@ def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
     """Lock an existing run directory for this process, until it ends or the file is closed.
 
     Args:
-        patience: seconds to wait for a process that is about to end: a killed run's ranks need a moment to notice.
+        patience: seconds to wait for a process that is about to end; the ranks of a killed run take a moment to exit.
 
     Raises:
         UserError: another process is training this run.
@@ -39,7 +39,7 @@ def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
                 break
             except OSError as error:
                 if error.errno in _NO_LOCKS:
-                    logger.warning("%s is on a file system without locks: see that one process alone trains it", folder)
+                    logger.warning("%s is on a file system without locks: make sure only one process trains it", folder)
                     break
                 if time.monotonic() < end:
                     time.sleep(0.1)
@@ -56,17 +56,17 @@ def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
 
 
 class RunDirLock:
-    """The lock of a run directory, for this process: taken once, held until it is released."""
+    """This process's lock of a run directory: taken once, held until released."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._file: IO[str] | None = None
 
     def take(self) -> None:
-        """Make the directory of a new run, and lock it, unless this process holds the lock.
+        """Create the directory of a new run and lock it, unless this process already holds the lock.
 
         Raises:
-            UserError: as ``lock_run_dir`` does; or another process has begun the run since ``take_if_run``.
+            UserError: as ``lock_run_dir``; or another process has started the run since ``take_if_run``.
         """
         if self._file is not None:
             return
@@ -75,19 +75,19 @@ class RunDirLock:
         if (self._run_dir / "config.yaml").exists():
             self.release()
             raise UserError(
-                f"the run {self._run_dir.name} was begun by another process, after this one had found no such run",
+                f"another process has just started the run {self._run_dir.name}",
                 where=str(self._run_dir),
-                remedy="give the command again to go on with that run, or choose another run.name",
+                remedy="run the command again to resume that run, or choose another run.name",
             )
 
     def take_if_run(self) -> None:
-        """Lock the directory of a run that exists. Raises UserError too where its parent is not writable."""
+        """Lock the directory of an existing run. Also raises UserError if its parent is not writable."""
         check_writable(self._run_dir.parent)
         if self._file is None and (self._run_dir / "config.yaml").exists():
             self._file = lock_run_dir(self._run_dir)
 
     def release(self) -> None:
-        """Unlock the directory; another ``take`` locks it again."""
+        """Unlock the directory; ``take`` can lock it again."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,4 +1,4 @@
-"""Where a run begins (step 0, a checkpoint, a fork), and the files that record it: ``config.yaml``, ``origin.json``."""
+"""Where a run starts (step 0, a checkpoint, a fork), and the files that record it: ``config.yaml``, ``origin.json``."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from drawbar.util.atomic_files import write_durably
 from drawbar.util.run_dir import LAUNCH_FOLDER, LOCK_FILE
 
 ORIGIN_FILE = "origin.json"
-"""Which checkpoint of another run this run began from: it begins there again until it has a checkpoint of its own."""
+"""Names the checkpoint of another run that this run started from; it restarts there until it has its own checkpoint."""
 CONFIG_DRAFT = "config.yaml.tmp"
 """Temporary file that a killed process may leave behind: see ``write_durably``."""
 _BEFORE_CONFIG = {LOCK_FILE, CONFIG_DRAFT, ORIGIN_FILE, f"{ORIGIN_FILE}.tmp", LAUNCH_FOLDER}
@@ -40,27 +40,27 @@ class NothingToFork(UserError):
 
 @dataclass(frozen=True)
 class RunStart:
-    """Where a run begins."""
+    """Where a run starts."""
 
     checkpoint: Path | None = None
     """The checkpoint to resume or fork from; None to start at step 0."""
     forked: bool = False
-    """Whether a fork begins: the checkpoint is another run's, and the configuration may differ from that run's. False
-    where the fork goes on from a checkpoint of its own, and for ``--resume PATH`` without ``--fork``, even if PATH is
-    a checkpoint of another run."""
+    """Whether this starts a fork: the checkpoint is another run's, and the configuration may differ from that run's.
+    False if the fork resumes from its own checkpoint, and for ``--resume PATH`` without ``--fork``, even if PATH is a
+    checkpoint of another run."""
     weights_only: bool = False
-    """The optimizer's state is not taken from the checkpoint, which is another run's: the optimizer begins anew. Step,
-    schedule and position in the data go on."""
+    """Do not load the optimizer state from the checkpoint, which is another run's. Step, schedule and position in the
+    data continue."""
     unusable: Mapping[Path, Unusable] = field(default_factory=dict)
     """Unusable checkpoints, to be moved aside before the run resumes, each with the reason."""
     changed_schedule: Sequence[Difference] = ()
-    """Settings of the number of steps or of the learning rate's schedule that differ from those of the run that goes
-    on, or, for a fork, of the run that it comes from."""
+    """Settings of the number of steps or of the learning rate schedule that differ from those of the resumed run or,
+    for a fork, of its source."""
     refusal: UserError | None = None
-    """The error if there is no usable start: the run has checkpoints, or began from one, and none can be used."""
+    """The error if no start is usable: the run has checkpoints, or started from one, but none can be used."""
     older: Sequence[Path] = ()
-    """Older checkpoints to fall back on, in this order, if damage is found when tensors are read. Empty where the user
-    has named the checkpoint."""
+    """Older checkpoints to fall back on, in this order, if reading the tensors reveals damage. Empty if the user named
+    the checkpoint."""
     eval_mode: str | None = None
     """The ``eval.mode`` stored in the run directory; None for a run that does not exist yet."""
 
@@ -78,29 +78,29 @@ class RunStart:
                 raise unusable_error(self.checkpoint, reason)
             raise _none_usable(NewestUsable(None, unusable, []), checkpoints.path)
         logger.warning("the checkpoint %s is damaged and is skipped: %s", self.checkpoint, reason)
-        if self.forked:  # it leaves the checkpoints of the other run where they are
+        if self.forked:  # a fork leaves the other run's checkpoints in place
             unusable = {}
         return replace(self, checkpoint=self.older[0], older=self.older[1:], unusable=unusable)
 
 
 def find_start(config: RunConfig, resume: str, fork: str | None, weights_only: bool = False) -> RunStart:
-    """Decide where the run begins, before anything is written. Rank 0 calls it.
+    """Decide where the run starts, before anything is written. Called on rank 0.
 
     Args:
         resume: ``auto`` (resume from the run directory's newest complete checkpoint), ``never``, or a checkpoint.
-        fork: name of a new run, which begins from a checkpoint of the run ``config`` and may have other settings.
-        weights_only: leave out the optimizer's state of that checkpoint, or of the one that ``resume`` names.
+        fork: name of a new run that starts from a checkpoint of the run ``config`` and may have other settings.
+        weights_only: ignore the optimizer state of that checkpoint, or of the one that ``resume`` names.
 
     Raises:
-        UserError: the run directory holds other files, a run of other settings, with ``never`` a run that can go on, or
-            a newer drawbar's checkpoint; ``weights_only`` is asked for where a run goes on from a checkpoint of its
-            own; or the disk cannot be read.
+        UserError: the run directory holds other files, a run with other settings, a checkpoint of a newer drawbar or,
+            with ``never``, a run that can be resumed; ``weights_only`` is given for a run that resumes from its own
+            checkpoint; or the disk cannot be read.
     """
     target = config if fork is None else renamed(config, fork)
     with explain_read_errors(config.run_dir):
         if weights_only and fork is None and not _names_another(resume, config.run_dir):
             raise UserError(
-                "the weights alone are taken from a checkpoint of another run, and none is named",
+                "--weights-only needs a checkpoint of another run, and none is named",
                 where="--weights-only",
                 remedy="add --fork NEWNAME for a new run from this run's weights, or leave out --weights-only",
             )
@@ -121,12 +121,12 @@ def _names_another(resume: str, run_dir: Path) -> bool:
 
 
 def is_of_this_run(checkpoint: Path, run_dir: Path) -> bool:
-    """Whether a checkpoint lies in the run's folder of checkpoints, which may be a link to another disk."""
+    """Whether a checkpoint is in the run's checkpoint folder, which may be a link to another disk."""
     return checkpoint.resolve().parent == (run_dir / "checkpoints").resolve()
 
 
 def run_dir_of(checkpoint: Path | None, run_dir: Path) -> Path:
-    """The run directory that a checkpoint belongs to: ``run_dir``, also without a checkpoint, or another run's."""
+    """The run directory that a checkpoint belongs to: ``run_dir`` (also without a checkpoint), or another run's."""
     if checkpoint is None or is_of_this_run(checkpoint, run_dir):
         return run_dir
     return checkpoint.resolve().parent.parent
@@ -151,8 +151,8 @@ def _find_in_run(config: RunConfig, resume: str, weights_only: bool = False) -> 
     if not (folder / "config.yaml").exists():
         _check_no_other_files(folder)
         return RunStart() if resume in ("auto", "never") else RunStart(checkpoints.resolve(resume))
-    # every byte is read before a run begins anew, as what a resume found damaged must be found here, too; and where the
-    # object store may have an intact copy, as nothing is fetched once the restore has begun
+    # read every byte before a run starts over, so that damage found by a resume is found here, too; and if the object
+    # store may have an intact copy, as nothing is fetched once the restore has started
     is_thorough = resume == "never" or config.checkpoint.remote is not None
     found = checkpoints.find_newest_usable(verify_every_byte if is_thorough else verify_except_parts)
     refusal = _refusal(found, checkpoints.path)
@@ -160,7 +160,7 @@ def _find_in_run(config: RunConfig, resume: str, weights_only: bool = False) -> 
         raise UserError(
             f"the run {config.run.name} exists already",
             where=str(folder),
-            remedy="choose another run.name, delete the folder, or leave out --resume never to go on with it",
+            remedy="choose another run.name, delete the folder, or omit --resume never to resume it",
         )
     changed = check_same(folder, config)
     if resume == "never":
@@ -171,47 +171,47 @@ def _find_in_run(config: RunConfig, resume: str, weights_only: bool = False) -> 
         older = checkpoints.older_than(found.newest)
         return RunStart(found.newest, unusable=found.unusable, changed_schedule=changed, refusal=refusal, older=older)
     chosen = checkpoints.resolve(resume).resolve()
-    if chosen.parent != checkpoints.path.resolve():  # from elsewhere: the same command, given again, resumes this run
+    if chosen.parent != checkpoints.path.resolve():  # from elsewhere: the same command, run again, resumes this run
         _check_same_origin(folder, chosen, weights_only)
         return RunStart(found.newest or chosen, unusable=found.unusable, changed_schedule=changed)
     if refusal is not None:
         raise refusal
     if found.newest is None or chosen != found.newest.resolve():
         raise UserError(
-            f"{resume} is not the newest checkpoint of {config.run.name}: going on from it would lose later steps",
+            f"{resume} is not the newest checkpoint of {config.run.name}: resuming from it would lose later steps",
             where="--resume",
-            remedy="leave --resume out to go on from the newest, or add --fork NEWNAME to branch off from this one",
+            remedy="omit --resume to resume from the newest, or add --fork NEWNAME to branch off from this one",
         )
     return RunStart(found.newest, unusable=found.unusable, changed_schedule=changed)
 
 
 def _check_same_origin(run_dir: Path, named: Path, weights_only: bool) -> None:
-    """Refuse a checkpoint of another run that is not the one which this run began from, where that is still there; and
-    its weights alone, where the run began with the optimizer's state, too."""
+    """Refuse a checkpoint of another run other than the one this run started from, if that still exists; and refuse
+    ``weights_only`` if the run started with the optimizer state as well."""
     began = _read_origin(run_dir)
     if began.checkpoint is None:
         return
     if began.checkpoint.resolve() != named:
         how, where = f"from another checkpoint: {began.checkpoint}", "--resume"
     elif weights_only and not began.weights_only:
-        how, where = "with the optimizer's state of that checkpoint", "--weights-only"
+        how, where = "with the optimizer state of that checkpoint", "--weights-only"
     else:
         return
     raise UserError(
-        f"the run {run_dir.name} is there already, and began {how}",
+        f"the run {run_dir.name} exists already, and started {how}",
         where=where,
-        remedy=f"choose another run.name to begin anew, or leave out {where} to go on with the run",
+        remedy=f"choose another run.name to start over, or omit {where} to resume the run",
     )
 
 
 def _refusal(found: NewestUsable, folder: Path) -> UserError | None:
-    """Why a run must not resume automatically: it would lose checkpoints that it cannot read. Damaged ones are no
-    reason if an older one is intact."""
+    """Why a run must not resume automatically: it would lose checkpoints that it cannot read. Damaged ones do not count
+    if an older one is intact."""
     if found.newest is None:
         return _none_usable(found, folder) if found.unusable or found.set_aside else None
     if not any(isinstance(reason, OtherFormat) for reason in found.unusable.values()):
         return None
-    remedy = f"use that version of drawbar, or branch off: --resume {found.newest.name} --fork NEWNAME"
+    remedy = f"use that drawbar version, or branch off: --resume {found.newest.name} --fork NEWNAME"
     return _unusable("a newer checkpoint of the run cannot be used", found, folder, remedy)
 
 
@@ -232,22 +232,22 @@ def _unusable(what: str, found: NewestUsable, folder: Path, remedy: str) -> User
 
 
 def renamed(config: RunConfig, name: str) -> RunConfig:
-    """The same configuration for a new run of another name.
+    """The same configuration for a new run under another name.
 
     Raises:
-        UserError: no run can have this name, or it is the run's own.
+        UserError: the name is not a valid run name, or is the run's own.
     """
     if name == config.run.name:
         raise UserError(
-            f"the new run would have the name of the run that it begins from: {name}",
+            f"the new run would have the name of the run that it starts from: {name}",
             where="--fork",
-            remedy="give the new run another name; or leave out --fork to go on with the run itself",
+            remedy="give the new run another name; or omit --fork to resume the run itself",
         )
     try:
         run = RunSection.model_validate({**config.run.model_dump(), "name": name})
     except ValidationError as error:
         raise UserError(
-            f"{name!r} cannot be the name of a run",
+            f"{name!r} is not a valid run name",
             where="--fork",
             remedy=f"use {RUN_NAME}",
         ) from error
@@ -256,11 +256,11 @@ def renamed(config: RunConfig, name: str) -> RunConfig:
 
 def _find_fork(config: RunConfig, resume: str, target: RunConfig, weights_only: bool) -> RunStart:
     source = config.run_dir
-    if (target.run_dir / "config.yaml").exists():  # the same command again: go on with the fork
+    if (target.run_dir / "config.yaml").exists():  # the same command again: resume the fork
         _check_same_fork(source, resume, weights_only, target)
         start = _find_in_run(target, "auto")
         if start.checkpoint is None and start.refusal is None and resume == "auto":
-            start = replace(_read_origin(target.run_dir), refusal=None)  # if it is gone, the fork begins anew
+            start = replace(_read_origin(target.run_dir), refusal=None)  # if it is gone, the fork starts over
         if start.checkpoint is not None or start.refusal is not None:
             return start
     else:
@@ -282,8 +282,8 @@ def _checkpoint_to_fork(checkpoints: CheckpointDirectory, resume: str) -> Path:
 
 
 def _check_same_fork(source: Path, resume: str, weights_only: bool, target: RunConfig) -> None:
-    """Refuse to go on with a run of the fork's name that began from another checkpoint than the command names. A
-    command that names no step (``auto``, ``never``, ``latest``) goes on, whatever steps the source has made since."""
+    """Refuse to resume a run of the fork's name that started from another checkpoint than the command names. A command
+    that names no step (``auto``, ``never``, ``latest``) resumes regardless of the source's progress since."""
     path = target.run_dir / ORIGIN_FILE
     try:
         origin = json.loads(path.read_text("utf-8"))
@@ -296,7 +296,7 @@ def _check_same_fork(source: Path, resume: str, weights_only: bool, target: RunC
         began, is_fork, without_optimizer, found = target.run_dir, False, False, f"and its {ORIGIN_FILE} is damaged"
     wanted = f"the newest checkpoint of {source}"
     same = is_fork and began.parent.parent == source.resolve()
-    is_lost = resume == "best" and not CheckpointDirectory(source / "checkpoints").steps()  # nobody knows which it was
+    is_lost = resume == "best" and not CheckpointDirectory(source / "checkpoints").steps()  # the best is unknown
     if resume not in ("auto", "never", "latest") and not is_lost:
         named = _named_checkpoint(source, resume)
         wanted = f"{named.name} of {source}"
@@ -307,12 +307,12 @@ def _check_same_fork(source: Path, resume: str, weights_only: bool, target: RunC
     raise UserError(
         f"there is a run {target.run.name} already, {found}; --fork asks for {wanted}",
         where="--fork",
-        remedy=f"give the new run another name; or go on with that run: run.name={target.run.name} without --fork",
+        remedy=f"give the new run another name; or resume that run: run.name={target.run.name} without --fork",
     )
 
 
 def _named_checkpoint(source: Path, resume: str) -> Path:
-    """The checkpoint that ``resume`` names; of a step, or by its path, whether or not the run still keeps it."""
+    """The checkpoint that ``resume`` names, by step or path, whether or not the run still keeps it."""
     folder = source / "checkpoints"
     if resume.isdecimal():
         return (folder / step_name(int(resume))).resolve()
@@ -326,7 +326,7 @@ def _check_no_other_files(folder: Path) -> None:
         raise UserError(f"{folder} is a file", where="run.dir, run.name", remedy="choose another run.name")
     if folder.is_dir() and [name for name in os.listdir(folder) if not _is_before_config(name)]:
         raise UserError(
-            f"{folder} holds files, but no drawbar run (there is no config.yaml)",
+            f"{folder} contains files, but no drawbar run (there is no config.yaml)",
             where="run.dir, run.name",
             remedy="choose another run.name, or move the files away",
         )
@@ -334,25 +334,25 @@ def _check_no_other_files(folder: Path) -> None:
 
 def _is_before_config(name: str) -> bool:
     """Whether this file may be in the directory of a run that has no ``config.yaml`` yet."""
-    # a process that was killed may have left a draft of the initial model, whose name begins so, too
+    # a killed process may have left a draft of the initial model, which has the same prefix
     return name in _BEFORE_CONFIG or name.startswith(INITIAL_MODEL)
 
 
 def _write_origin(run_dir: Path, start: RunStart) -> None:
-    """Write down the checkpoint of another run that this one begins from. A start at step 0 removes what an earlier
-    start has written; a start from the run's own checkpoint leaves it."""
+    """Record the checkpoint of another run that this one starts from. A start at step 0 removes an earlier record; a
+    start from the run's own checkpoint keeps it."""
     path, checkpoint = run_dir / ORIGIN_FILE, start.checkpoint and start.checkpoint.resolve()
     if checkpoint is None:
         path.unlink(missing_ok=True)
     elif not is_of_this_run(checkpoint, run_dir):
-        runs = run_dir.resolve().parent  # a path relative to it stays right where the folder of all runs is moved
+        runs = run_dir.resolve().parent  # a path relative to it stays valid if the folder of all runs is moved
         named = os.path.relpath(checkpoint, runs) if checkpoint.is_relative_to(runs) else str(checkpoint)
         origin = {"checkpoint": named, "forked": start.forked, "weights_only": start.weights_only}
         write_durably(path, json.dumps(origin, ensure_ascii=False, indent=2) + "\n")
 
 
 def _read_origin(run_dir: Path) -> RunStart:
-    """Where a run without a checkpoint of its own began; a refusal if that checkpoint is gone."""
+    """Where a run without its own checkpoint started; a refusal if that checkpoint is gone."""
     path = run_dir / ORIGIN_FILE
     if not path.exists():
         return RunStart()
@@ -364,21 +364,21 @@ def _read_origin(run_dir: Path) -> RunStart:
     except (UserError, ValueError, KeyError, TypeError) as error:
         what = error.what if isinstance(error, UserError) else repr(error)
         refusal = UserError(
-            f"the run {run_dir.name} has no checkpoint yet, and the one that it began from cannot be used: {what}",
+            f"the run {run_dir.name} has no checkpoint yet, and the one that it started from cannot be used: {what}",
             where=str(path),
-            remedy="put it back, give another one (--resume PATH), or delete the run's folder to begin at step 0",
+            remedy="restore it, give another one (--resume PATH), or delete the run's folder to start at step 0",
         )
         return RunStart(refusal=refusal)
     return RunStart(checkpoint, forked, weights_only)
 
 
 def write_config(config: RunConfig, start: RunStart) -> None:
-    """Write ``config.yaml``, whole or not at all: from here on the directory is a run. Before it, write down where a
-    new run begins."""
+    """Write ``config.yaml`` atomically: from here on the directory is a run. Before that, record where a new run
+    starts."""
     _write_origin(config.run_dir, start)
     write_durably(config.run_dir / "config.yaml", dump_yaml(without_data_rebuild(config)))
 
 
 def without_data_rebuild(config: RunConfig) -> RunConfig:
-    """The configuration with ``data.rebuild`` off: a run encodes its data anew when it begins, not when it goes on."""
+    """The configuration with ``data.rebuild`` off: a run rebuilds its data when it starts, not when it resumes."""
     return config.model_copy(update={"data": config.data.model_copy(update={"rebuild": False})})

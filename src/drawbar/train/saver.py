@@ -32,7 +32,7 @@ class SignalLeadTime:
     """Warns once if a save takes longer than the time between the job's signal and its time limit.
 
     Args:
-        environ: without ``SIGNAL_SECONDS`` in it, nothing is known of a time limit, and nothing is compared.
+        environ: without ``SIGNAL_SECONDS`` in it, the time limit is unknown, and nothing is compared.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -40,17 +40,17 @@ class SignalLeadTime:
         self._seconds = None if seconds is None else float(seconds)
 
     def compare(self, save_seconds: float) -> None:
-        """After each save.
+        """Call after each save.
 
         Args:
-            save_seconds: from the beginning of the copy to host memory until the checkpoint was complete and on the
-                disk. The wait for an earlier save is not in it.
+            save_seconds: time from the start of the copy to host memory until the checkpoint was complete on disk,
+                without the wait for an earlier save.
         """
         if self._seconds is not None and save_seconds > self._seconds:
             logger.warning(
-                "a save takes %.4g s until it is on the disk, and this job is told to save only %.4g s before its time "
-                "limit: the steps after its last regular checkpoint would be lost. Set cluster.signal_seconds to more "
-                "than %.4g: the step under way, and a save that has begun before, end first",
+                "a save takes %.4g s until it is on the disk, but this job is signalled to save only %.4g s before its "
+                "time limit: the steps after its last regular checkpoint would be lost. Set cluster.signal_seconds to "
+                "more than %.4g: the current step and any save in progress must finish first",
                 save_seconds,
                 self._seconds,
                 2 * save_seconds,
@@ -67,7 +67,7 @@ class AsyncWriter:
         snapshot = Snapshot(step, host_copies(model), …)
         writer.submit(partial(directory.write, snapshot))
 
-    A process that ends finishes its last write; a process that is killed leaves a ``.tmp`` folder.
+    A process that exits finishes its last write; a killed process leaves a ``.tmp`` folder.
     """
 
     def __init__(self) -> None:
@@ -76,12 +76,12 @@ class AsyncWriter:
         self._error: BaseException | None = None
 
     def submit(self, write: Callable[[], None]) -> None:
-        """Start a write once the one before it has ended."""
+        """Start a write once the previous one has ended."""
         self.wait()
         self._pending = self._thread.submit(write)
 
     def submit_after_success(self, write: Callable[[], None]) -> None:
-        """Queue a write to run if the one before it succeeds, without waiting for that; ``write`` must not hold a
+        """Queue a write to run if the previous one succeeds, without waiting for it; ``write`` must not hold a
         snapshot."""
         before = self._pending
 
@@ -93,7 +93,7 @@ class AsyncWriter:
         self._pending = self._thread.submit(in_turn)
 
     def is_writing(self) -> bool:
-        """Any thread may ask."""
+        """Whether a write is running or queued. Thread-safe."""
         pending = self._pending
         return pending is not None and not pending.done()
 
@@ -101,7 +101,7 @@ class AsyncWriter:
         """Wait until nothing is being written. A failed write does not raise here: see ``pop_error``."""
         if self._pending is None:
             return
-        # Forget the write only when it has ended: Ctrl-C may break the waiting, and its error must not be lost.
+        # Forget the write only once it has ended: Ctrl-C may interrupt the wait, and its error must not be lost.
         wait_for([self._pending])
         ended, self._pending = self._pending, None
         error = ended.exception()
@@ -110,7 +110,7 @@ class AsyncWriter:
             self._error = self._error or error
 
     def pop_error(self, kind: type[BaseException] = BaseException) -> BaseException | None:
-        """Return and clear the error of the first failed write, if it is of that kind, else None."""
+        """Return and clear the error of the first failed write if it is of this kind; else return None."""
         if not isinstance(self._error, kind):
             return None
         error, self._error = self._error, None
@@ -124,7 +124,7 @@ class AsyncWriter:
 
 def _drop_snapshot(error: BaseException | None) -> None:
     """Clear the frames of a failed write: they hold its snapshot, and the next one needs that memory. A closure would
-    keep the snapshot nevertheless: so ``submit`` is given a ``partial``.
+    still keep the snapshot, so pass a ``partial`` to ``submit``.
     """
     while error is not None:
         clear_frames(error.__traceback__)
@@ -132,18 +132,18 @@ def _drop_snapshot(error: BaseException | None) -> None:
 
 
 class Saver:
-    """Saves in background threads: on all ranks, where checkpoints are written in parts; else on rank 0. Training waits
-    for the copy to host memory, and for an earlier save that is still being written.
+    """Saves in background threads: on all ranks if checkpoints are written in parts, else on rank 0. Training waits for
+    the copy to host memory, and for an earlier save that is still being written.
 
-    A save that fails asks for a stop, so that all ranks end after the same step, and try to save that one first.
-    With ``checkpoint.on_error: warn``, a save that fails with a disk error is only skipped: the save before it is then
-    the newest. The failed step cannot be the best one: the progress goes back to the best step and score before it
+    A failed save requests a stop, so that all ranks end after the same step, after trying to save that one. With
+    ``checkpoint.on_error: warn``, a save that fails with a disk error is only skipped: the previous save remains the
+    newest. The failed step cannot be the best one: the progress reverts to the best step and score before it
     (``confirm_best``).
 
     Args:
         shares_disk: whether all nodes see the run directory.
-        progress: the run's progress when this process starts. Where the run goes on from a checkpoint of its own, that
-            step counts as saved.
+        progress: the run's progress when this process starts. If the run resumes from its own checkpoint, that step
+            counts as saved.
         validation: the validation data.
     """
 
@@ -188,12 +188,12 @@ class Saver:
         self._saved_before_last = self._last_saved
         self._confirmed_best = (progress.best_step, progress.best_score)  # of the newest save known to have succeeded
         self.first_step = progress.step + 1
-        """The first step that this process makes."""
+        """First step that this process makes."""
 
     @property
     def last_saved_progress(self) -> RunProgress | None:
-        """Progress of the newest save, of this process or of the run that it resumed; it may still be running or have
-        failed. None where there is no checkpoint yet, and once all ranks have agreed to stop because a save failed."""
+        """Progress of the newest save, by this process or by the run that it resumed; the save may still be running or
+        have failed. None if there is no checkpoint yet, and once all ranks have agreed to stop after a failed save."""
         return None if self._stop.reason is Reason.UNSAVED else self._last_saved
 
     @property
@@ -202,16 +202,16 @@ class Saver:
         return len(self._failed)
 
     def has_saved(self, progress: RunProgress) -> bool:
-        """Whether this progress is that of the newest save, once nothing is being written any more. With
-        ``checkpoint.on_error: warn``, a save that failed does not count. With ``stop`` it may count: call ``wait``,
-        which raises its error. Every rank must call it."""
+        """Whether this progress is that of the newest save, once all writes have ended. With ``checkpoint.on_error:
+        warn``, a failed save does not count. With ``stop`` it may count: call ``wait``, which raises its error.
+        Collective."""
         self._wait_and_agree(progress)
         return self.last_saved_progress == progress
 
     def confirm_best(self, progress: RunProgress) -> None:
-        """Make sure that the best step has a checkpoint: if its save failed and is skipped, the best step and score in
-        ``progress`` become those before it. Call it before a new score is compared with the best one. Waits for that
-        save, once. Every rank must call it."""
+        """Make sure that the best step has a checkpoint: if its save failed and was skipped, reset the best step and
+        score in ``progress`` to those before it. Call it before comparing a new score with the best one. Waits for that
+        save, once. Collective."""
         saved = self.last_saved_progress
         if saved is None or not self._config.keep_best or self._config.on_error == "stop":
             return
@@ -219,12 +219,12 @@ class Saver:
             self._wait_and_agree(progress)
 
     def check_buffers(self) -> None:
-        """Raise UserError where the model's buffers are no longer those that a resumed run could load."""
+        """Raise UserError if a resumed run could no longer load the model's buffers."""
         self._engine.check_buffers()
 
     def save(self, progress: RunProgress) -> None:
-        """Save this step; if its checkpoint exists already, update only the progress in it. Changes the best step and
-        score in ``progress`` as ``confirm_best`` does. Every rank must call it."""
+        """Save this step; if it already has a checkpoint, update only the progress in it. Changes the best step and
+        score in ``progress`` as ``confirm_best`` does. Collective."""
         if self.last_saved_progress is not None and self.last_saved_progress.step == progress.step:
             self._last_saved = replace(progress)
             if self._world.is_rank0:
@@ -250,12 +250,12 @@ class Saver:
             self._writer.submit(self._background_write(progress, partial(self._timed, begin, write)))
 
     def _wait_and_agree(self, progress: RunProgress) -> None:
-        """Wait until nothing is being written, and agree with all ranks on whether the newest save failed and is
-        skipped; if so, its step is not the best one any more. Collective."""
+        """Wait until all writes have ended, and agree with all ranks on whether the newest save failed and is skipped;
+        if so, its step is no longer the best one. Collective."""
         with self._world.barrier_after(self._writing):
             self._writer.wait()
         if self._config.on_error == "stop":
-            return  # the error is kept for ``wait``
+            return  # ``wait`` raises the error
         own = self._writer.pop_error(DiskFault)
         faults = [fault for fault in self._world.all_gather(None if own is None else str(own)) if fault is not None]
         saved = self._last_saved
@@ -267,13 +267,13 @@ class Saver:
         if saved.step not in self._failed:  # it was another rank's disk
             self._warn_of_skipped_save(saved.step, faults[0])
         self._last_saved = self._saved_before_last
-        # a run that is still at that step is about to save it again. ``evaluations_since_best`` stays as it is: the
-        # model did get better
+        # a run that is still at that step is about to save it again. ``evaluations_since_best`` is unchanged, as the
+        # model did improve
         if self._config.keep_best and progress.best_step == saved.step != progress.step:
             progress.best_step, progress.best_score = self._confirmed_best
 
     def _ensure_free_space(self, step: int, best_step: int | None, needed_bytes: int) -> None:
-        """Raises DiskFault where the checkpoint of a step does not fit on the disk."""
+        """Raise DiskFault if the checkpoint of a step does not fit on the disk."""
         delete_older = partial(self._delete_older, step_name(step), best_step)
         ensure_free_space(self._directory.path, step_name(step), needed_bytes, delete_older)
 
@@ -289,7 +289,7 @@ class Saver:
             self._signal_lead_time.compare(time.monotonic() - begin)
 
     def _background_write(self, progress: RunProgress, write: Callable[[], None]) -> Callable[[], None]:
-        """``_write`` with its arguments, for the background thread. The values of ``progress`` are those of now."""
+        """``_write`` with its arguments, including the current values of ``progress``, for the background thread."""
         return partial(self._write, progress.step, progress.best_step, progress.best_score, write)
 
     def _write(self, step: int, best_step: int | None, best_score: float | None, write: Callable[[], None]) -> None:
@@ -297,7 +297,7 @@ class Saver:
         try:
             if self._world.is_rank0:
                 with suppress(OSError):  # a failing metrics file must not cost a checkpoint
-                    sync(self._metrics)  # first: a run that resumes from this step does not write these lines again
+                    sync(self._metrics)  # first: a run resumed from this step does not rewrite these lines
             write()
             if self._world.is_rank0:
                 self._mark_best_and_rotate(step, best_step, best_score)
@@ -306,7 +306,7 @@ class Saver:
                 self._warn_of_skipped_save(step, str(error))
             else:
                 reason = error.what if isinstance(error, UserError) else repr(error)
-                logger.warning("the save of step %d failed, so the run saves where it is, and ends: %s", step, reason)
+                logger.warning("the save of step %d failed; the run saves its current step and ends: %s", step, reason)
                 self._stop.request(Reason.UNSAVED)
             raise
 
@@ -315,10 +315,10 @@ class Saver:
 
     def _warn_of_skipped_save(self, step: int, fault: str) -> None:
         self._failed.add(step)
-        logger.warning("the save of step %d failed, and the run goes on (checkpoint.on_error: warn): %s", step, fault)
+        logger.warning("the save of step %d failed; the run continues (checkpoint.on_error: warn): %s", step, fault)
 
     def _mark_best_and_rotate(self, step: int, best_step: int | None, best_score: float | None) -> None:
-        # also without keep_best, if best.json exists from when it was on: it must not go on naming an older best step
+        # also without keep_best, if best.json exists from when it was on: it must not keep naming an older best step
         records_best = self._config.keep_best or self._directory.has_best_record()
         if records_best and best_step in self._directory.steps() and best_score is not None:
             self._directory.set_best(best_step, self._metric, best_score)
@@ -327,16 +327,16 @@ class Saver:
             self._uploader.notify()
 
     def _protected(self, best_step: int | None) -> set[int]:
-        """Steps that no rotation deletes. ``best_step`` may not be on the disk yet: until it is, the one before it
-        stays, too."""
+        """Steps that rotation must not delete. ``best_step`` may not be on the disk yet; until it is, the previous best
+        is protected, too."""
         uploading = set() if self._uploader is None else self._uploader.protected
         if not self._config.keep_best:
             return uploading
         return uploading | self._directory.kept_as_best() | ({best_step} if best_step is not None else set())
 
     def wait(self) -> None:
-        """Wait until the newest save is on every disk. Every rank must call it; the UserError of any save is raised on
-        all ranks, another error on its own rank."""
+        """Wait until the newest save is on every disk. Collective. A UserError of any save is raised on all ranks,
+        other errors only on their own rank."""
         with self._world.barrier_after(self._writing):  # ranks that write nothing wait here as long as it takes
             self._writer.wait()
             error = self._with_resume_hint(self._writer.pop_error())
@@ -352,14 +352,14 @@ class Saver:
             self._writer.close()
             if self._uploader is not None:
                 self._uploader.close()
-                if self._last_saved is not None:  # a checkpoint may have stayed on the disk only until it was uploaded
+                if self._last_saved is not None:  # a checkpoint may have been kept only until it was uploaded
                     self._directory.rotate(self._config.keep, self._protected(self._last_saved.best_step))
             error = self._with_resume_hint(self._writer.pop_error())
         if error is not None and not self._is_tolerated(error):
             raise error
 
     def _with_resume_hint(self, error: BaseException | None) -> BaseException | None:
-        """The error, its text extended by the checkpoints to resume from: a later save may have succeeded."""
+        """The error, with the checkpoints to resume from appended: a later save may have succeeded."""
         if not isinstance(error, UserError):
             return error
         what = f"{error.what}. {self._directory.describe_newest()}"

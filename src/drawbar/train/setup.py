@@ -1,4 +1,4 @@
-"""Builds a run's task; an engine with a checkpoint's weights, for commands that do not train; and parts of a start:
+"""Builds a run's task, and an engine with a checkpoint's weights for commands that do not train. Also steps of startup:
 counting steps, saving the tokenizer, checking the script and the base model."""
 
 import json
@@ -46,27 +46,27 @@ from drawbar.util.atomic_files import sync, write_durably
 from drawbar.util.versions import untested_versions
 
 METADATA_FILE = "task.json"
-"""In a run directory: the dataset metadata of the run's task."""
+"""File in the run directory with the task's dataset metadata."""
 
 
 def warn_of_one_process(config: RunConfig, device: torch.device) -> None:
-    """Warn a script or notebook whose ``launch.nproc`` asks for several processes: only the commands start them."""
+    """Warn if a script or notebook sets ``launch.nproc`` to several processes: only the commands start them."""
     wanted = config.launch.nproc
     if wanted == "auto":
         one = device.type != "cuda" or config.parallel.features.one_process
         wanted = 1 if one else torch.cuda.device_count()
     if wanted > 1 and not has_rank():
         logger.warning(
-            "training on this one process: a Trainer starts no others, though launch.nproc asks for %d; "
-            "`drawbar train` does, or start this script with `torchrun --nproc_per_node=%d`",
+            "training in this process only: a Trainer does not start the %d processes of launch.nproc; use "
+            "`drawbar train`, or start this script with `torchrun --nproc_per_node=%d`",
             *(wanted, wanted),
         )
 
 
 def warn_of_untested_versions() -> None:
-    """Warn once of libraries that are older or newer than those that drawbar is tested with."""
+    """Warn once about libraries older or newer than those that drawbar is tested with."""
     if untested := untested_versions():
-        logger.warning("drawbar is not tested with %s: should something fail, look there first", ", ".join(untested))
+        logger.warning("drawbar is not tested with %s: if something fails, check there first", ", ".join(untested))
 
 
 def build_task(
@@ -79,17 +79,16 @@ def build_task(
     trains: bool = True,
     initial_model: Path | None = None,
 ) -> Task:
-    """The task with its tokenizer and dataset metadata, and, in its options, the columns of data whose shape is known:
-    loaded from ``source_run_dir``, the run directory that the
-    weights come from, if saved there; otherwise made by the task of rank 0. The other ranks then build their tasks with
-    both.
+    """Build the task with its tokenizer and dataset metadata, and with the detected columns of the data in its options.
+    Tokenizer and metadata are loaded from ``source_run_dir``, the run directory of the weights, if saved there;
+    otherwise the task of rank 0 makes them, and the other ranks receive them.
 
     Args:
         has_checkpoint, has_labels, trains: see ``TaskContext``.
-        initial_model: see ``TaskContext``; None for that of the run directory, if there is one.
+        initial_model: see ``TaskContext``; None for that of the run directory, if any.
 
     Raises:
-        UserError: the task cannot be built, one of its methods fails, or it finds metadata that are no plain values.
+        UserError: the task cannot be built, one of its methods fails, or its metadata are not plain values.
     """
     options = config.task
     if task_type is CausalLM and isinstance(options, CausalLMConfig):
@@ -115,7 +114,7 @@ def build_task(
 
 
 def check_script(task_type: type[Task], config: RunConfig) -> None:
-    """Raise UserError where the run began with a task class that a script defines, and would go on with another."""
+    """Raise UserError if the run started with a task class defined in a script, and would resume with another."""
     found = script_of_run(config.run_dir)
     if found is None or found[1] == task_type.__qualname__:
         return
@@ -124,8 +123,7 @@ def check_script(task_type: type[Task], config: RunConfig) -> None:
         f"the task of the run {config.run.name} is the class {name} of the script {script}, and this is "
         f"{task_type.__qualname__}",
         where=str(config.run_dir),
-        remedy=f"to go on with the run, give the command to the script: `python {script} train …`; for a new one, "
-        "choose another run.name",
+        remedy=f"to resume the run, use the script: `python {script} train …`; for a new run, choose another run.name",
     )
 
 
@@ -133,14 +131,14 @@ def _log_tokenizer(task: PretrainedTask) -> None:
     logger.info("a text is read as: %s", task.describe_special_tokens())
     if not task.learns_to_stop:
         logger.warning(
-            "no text that the model learns to write has an end token, so it will not learn to stop: each text that it "
-            "writes is as long as max_new_tokens allows; set eos_token in the tokenizer's tokenizer_config.json, and "
-            "leave task.add_special_tokens at auto"
+            "the training targets have no end token, so the model will not learn to stop: every generated text will "
+            "have max_new_tokens tokens; set eos_token in the tokenizer's tokenizer_config.json, and leave "
+            "task.add_special_tokens at auto"
         )
 
 
 def task_of_run(task_type: type[Task] | None, config: RunConfig, world: Distributed, has_labels: bool = True) -> Task:
-    """The task of a run that was trained, of the class that ``task.type`` names or of ``task_type``."""
+    """The task of a trained run, of the class ``task_type`` or the one that ``task.type`` names."""
     found = task_type or task_class(config.task.type)
     return build_task(found, config, world, config.run_dir, has_checkpoint=True, has_labels=has_labels, trains=False)
 
@@ -156,30 +154,30 @@ def _saved_parts(task_type: type[Task], config: RunConfig, source_run_dir: Path)
 
 
 def _has_other_tokenizer(options: TaskConfig, source_run_dir: Path) -> bool:
-    """Whether ``task.tokenizer`` names another tokenizer than in the run of ``source_run_dir``; only a fork may."""
+    """Whether ``task.tokenizer`` differs from that of the run in ``source_run_dir``; only a fork may change it."""
     named, before = getattr(options, "tokenizer", None), _saved_options(source_run_dir)
     if isinstance(named, TokenizerTraining):
         _refuse_other_training(named, before.get("tokenizer", named.model_dump()))
     if not isinstance(named, str) or named in (before.get("tokenizer", named), before.get("model")):
         return False
-    logger.warning("task.tokenizer: %s, and not the tokenizer of the run that the weights come from", named)
+    logger.warning("task.tokenizer: %s, which is not the tokenizer of the run that the weights come from", named)
     return True
 
 
 def _refuse_other_training(wanted: TokenizerTraining, before: Any) -> None:
-    """The weights belong to the tokenizer of the run that they come from: none is trained anew for a fork."""
+    """Refuse to train a new tokenizer for a fork: its weights belong to the tokenizer of the source run."""
     if isinstance(before, dict) and TokenizerTraining.model_validate(before) == wanted:
         return
     raise UserError(
-        f"the weights belong to the tokenizer of the run that they come from ({show(before)}): "
-        f"none is trained anew ({show(wanted.model_dump(mode='json'))})",
+        f"the weights belong to the tokenizer of the run that they come from ({show(before)}); "
+        f"a fork cannot train a new one ({show(wanted.model_dump(mode='json'))})",
         where="task.tokenizer",
-        remedy="leave task.tokenizer as it was in that run; another one, trained elsewhere, is named by its folder",
+        remedy="leave task.tokenizer as it was in that run, or set it to the folder of an existing tokenizer",
     )
 
 
 def _saved_tokenizer(task_type: type[Task], options: TaskConfig, source_run_dir: Path) -> Any:
-    """The saved tokenizer of a run. A chat template configured after it was saved replaces the saved one."""
+    """The saved tokenizer of a run. A chat template configured since then replaces the saved one."""
     tokenizer = load_tokenizer(str(source_run_dir / "tokenizer"))
     template = getattr(options, "chat_template", None) if issubclass(task_type, PretrainedTask) else None
     if template is not None and template != _saved_options(source_run_dir).get("chat_template"):
@@ -188,14 +186,13 @@ def _saved_tokenizer(task_type: type[Task], options: TaskConfig, source_run_dir:
 
 
 def _saved_options(source_run_dir: Path) -> dict[str, Any]:
-    """The task options stored in a run directory; empty where there are none."""
+    """The task options stored in a run directory; empty if there are none."""
     path = source_run_dir / "config.yaml"
     return read_file(path).values.get("task", {}) if path.exists() else {}
 
 
 def save_task(task: Task, run_dir: Path) -> None:
-    """Save tokenizer and dataset metadata in the run directory, so that the run does not depend on their source any
-    more."""
+    """Save tokenizer and dataset metadata in the run directory, so that the run no longer depends on their source."""
     if hasattr(task.tokenizer, "save_pretrained") and not (run_dir / "tokenizer").exists():
         draft = run_dir / "tokenizer.tmp"
         with rust_errors_as_oserror(draft):
@@ -215,12 +212,12 @@ def save_task(task: Task, run_dir: Path) -> None:
 
 
 def on_one_process(config: RunConfig) -> RunConfig:
-    """The same run without parallelism, for commands that are one process: a checkpoint fits any strategy."""
+    """The same run without parallelism, for single-process commands: a checkpoint fits any strategy."""
     return config.with_parallel(ParallelSection(strategy="single"))
 
 
 def count_steps(config: TrainSection, steps_per_epoch: int | None) -> int:
-    """Optimizer steps of the whole run, from ``steps`` or ``epochs``."""
+    """Number of optimizer steps of the whole run, from ``steps`` or ``epochs``."""
     if config.steps is not None:
         return config.steps
     assert steps_per_epoch is not None, "a rule refuses epochs of a stream"
@@ -228,54 +225,53 @@ def count_steps(config: TrainSection, steps_per_epoch: int | None) -> int:
 
 
 def log_changed_schedule(changed: Sequence[Difference], made: int, total_steps: int, optim: OptimSection) -> None:
-    """Log that a resumed run trains to a different last step than it began with, or has another schedule, and what
-    follows from that."""
+    """Log that a resumed run has a different last step or schedule than it started with, and the consequences."""
     if not changed or made >= total_steps:
         return
     what = ", ".join(f"{one.key} was {show(one.old)} and is now {show(one.new)}" for one in changed)
     rate = optim.lr * learning_rate_scale(made, total_steps, optim)
-    logger.info("%s: the run goes on from step %s to step %s", what, f"{made:,}", f"{total_steps:,}")
+    logger.info("%s: the run continues from step %s to step %s", what, f"{made:,}", f"{total_steps:,}")
     planned = optim.schedule_steps or total_steps
     logger.info(
-        "the learning rate of these steps is that of a run of %s steps: it goes on with %.2g%s",
+        "the learning rate of these steps is that of a run of %s steps: it continues at %.2g%s",
         *(f"{planned:,}", rate, _how_to_keep(changed, optim)),
     )
     last = optim.lr * learning_rate_scale(total_steps - 1, total_steps, optim)
     if planned < total_steps and last < 0.01 * optim.lr:
         logger.warning(
-            "after step %s the schedule is over, and the learning rate stays %.2g: these steps change little",
+            "after step %s the schedule is over, and the learning rate stays at %.2g: these steps change little",
             *(f"{planned:,}", last),
         )
 
 
 def _how_to_keep(changed: Sequence[Difference], optim: OptimSection) -> str:
-    """Advice on how to keep the schedule that a longer run began with."""
+    """Advice on how an extended run can keep its original schedule."""
     before = next((one.old for one in changed if one.key == "train.steps"), None)
-    keeps = f"; optim.schedule_steps={before} keeps the schedule that it was begun with"
+    keeps = f"; optim.schedule_steps={before} keeps the original schedule"
     return keeps if isinstance(before, int) and optim.schedule_steps is None else ""
 
 
 def check_predicts(task: Task, probabilities: bool) -> None:
-    """Refuse a task that makes no predictions, or, if ``probabilities`` are asked for, gives none."""
+    """Refuse a task that makes no predictions or, if ``probabilities`` are requested, returns none."""
     if not task.predicts:
         or_generates = ", or set task.generation" if hasattr(task.config, "generation") else ""
         raise UserError(
             f"{type(task).__name__} makes no predictions",
             where="RUN",
-            remedy=f"define predict() in the task{or_generates}; `drawbar eval` gives its scores",
+            remedy=f"define predict() in the task{or_generates}; `drawbar eval` works without it",
         )
     if probabilities and not task.gives_probabilities:
         raise UserError(
-            f"{type(task).__name__} does not say how likely its predictions are",
-            remedy="classifiers do, for labels; in a task of your own, define probabilities(model, batch)",
+            f"{type(task).__name__} returns no probabilities",
+            remedy="only classifiers do; in your own task, define probabilities(model, batch)",
         )
 
 
 def checkpoint_of(config: RunConfig, checkpoint: str | None, world: Distributed) -> Path:
-    """The folder of a run's checkpoint; every rank calls it.
+    """The folder of a run's checkpoint. Collective.
 
     Args:
-        checkpoint: ``best``, ``latest``, a step or a path; None for the best, or, if there is no best one, the latest.
+        checkpoint: ``best``, ``latest``, a step or a path; None for the best or, if there is no best one, the latest.
     """
     checkpoints = CheckpointDirectory(config.run_dir / "checkpoints")
     return world.from_rank0(
@@ -289,7 +285,7 @@ def open_checkpoint(task: Task, config: RunConfig, checkpoint: str | None, world
     path = checkpoint_of(config, checkpoint, world)
     with explain_unusable(path):
         snapshot = read_on_all_ranks(path, world)
-    seed_everything(config.run.seed)  # as in training: frozen weights that a task draws are not saved with adapters
+    seed_everything(config.run.seed)  # as in training: a task's randomly drawn frozen weights are not in checkpoints
     engine = build_engine(task, with_cross_entropy_of(config, snapshot.state), world)
     seed_everything(config.run.seed, world.dims.seed_rank(world.rank))
     warn_of_other_base(snapshot, engine.base)
@@ -300,15 +296,15 @@ def open_checkpoint(task: Task, config: RunConfig, checkpoint: str | None, world
 
 
 def warn_of_other_base(snapshot: Snapshot, base: FrozenBaseInfo | None) -> None:
-    """As ``check_base``, with a warning in place of the error."""
+    """As ``check_base``, but with a warning instead of the error."""
     try:
         check_base(snapshot, base)
     except UserError as error:
-        logger.warning("%s: its scores and predictions will differ from those of the run", error.what)
+        logger.warning("%s: scores and predictions will differ from those of the run", error.what)
 
 
 def check_base(snapshot: Snapshot, base: FrozenBaseInfo | None) -> None:
-    """Refuse adapters on a pretrained model that is not the one they were trained on: a checkpoint holds nothing of it.
+    """Refuse adapters on a pretrained model other than the one they were trained on, which checkpoints do not contain.
 
     Raises:
         UserError: the pretrained weights differ.
@@ -319,6 +315,6 @@ def check_base(snapshot: Snapshot, base: FrozenBaseInfo | None) -> None:
         raise UserError(
             "the weights of the pretrained model are not those that the adapters of this run were trained on",
             where="task.model",
-            remedy="put back that model (on the hub, a name may stand for another revision by now), or start a new "
+            remedy="restore that model (on the Hub, the name may now refer to another revision), or start a new "
             "run from these adapters with `--fork NEWNAME`",
         )

@@ -1,4 +1,4 @@
-"""``RunProgress``, the counters of the training loop, and ``StepInfo``, which callbacks get for each step."""
+"""``RunProgress``, the counters of the training loop, and ``StepInfo``, which callbacks receive for each step."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,16 +11,16 @@ class RunProgress:
     """Progress counters of a run; saved in every checkpoint."""
 
     step: int = 0
-    """Optimizer steps made, skipped ones included."""
+    """Optimizer steps made, including skipped ones."""
     num_targets: float = 0.0
     """Targets (tokens, examples or decisions) trained on."""
     skipped: int = 0
-    """Updates left out because fp16 overflowed."""
+    """Updates skipped because of fp16 overflow."""
     best_step: int | None = None
     best_score: float | None = None
     evaluations_since_best: int = 0
     evaluated_step: int | None = None
-    """The step of the newest evaluation, so that none is made twice."""
+    """The step of the latest evaluation, so that none runs twice."""
 
     def advance(self, result: StepResult) -> None:
         self.step += 1
@@ -41,6 +41,6 @@ class StepInfo:
     last: bool
     """Whether this is step ``total_steps``, which a run that stops early may never make."""
     num_tokens: int = 0
-    """Tokens of the global batch, without padding; samples, where they have no tokens."""
+    """Tokens of the global batch, without padding; number of samples if they have no tokens."""
     data_wait_seconds: float = 0.0
-    """How long this rank waited for the step's batches: data loading time not overlapped with training."""
+    """How long this rank waited for the step's batches: data loading time that does not overlap with training."""

@@ -16,18 +16,18 @@ from drawbar.runtime.log import logger
 
 
 class Reason(IntEnum):
-    """Why a run stops before its last step; where ranks differ, the largest wins."""
+    """Why a run stops before its last step; if ranks differ, the largest wins."""
 
     NONE = 0
     SAVE = 1
-    """Not a stop: a callback asked for a checkpoint."""
+    """Not a stop: a callback requested a checkpoint."""
     NO_BATCH = 2
-    """A rank could not make its batches; the run saves, and ends with that error. Any other reason counts first: a
-    signal may also have ended a worker."""
+    """A rank could not make its batches; the run saves, and ends with that error. Any other reason takes precedence, as
+    a signal may also have ended a worker."""
     EARLY = 3
-    """The score stopped getting better."""
+    """The score stopped improving."""
     CALLBACK = 4
-    """A callback asked for it."""
+    """A callback requested it."""
     REQUEUE = 5
     """The scheduler wants the machine back (SIGTERM, SIGUSR1)."""
     INTERRUPTED = 6
@@ -50,7 +50,8 @@ _REASONS = dict.fromkeys(REQUEUE_SIGNALS, Reason.REQUEUE) | dict.fromkeys(INTERR
 
 
 class Stop:
-    """Agrees on a stop with all ranks. As a context manager: a first signal requests one; a second ends the process.
+    """Agrees on a stop with all ranks. Within this context manager, a first signal requests a stop; a second one ends
+    the process.
 
     The run stops after the step. Before :meth:`begin`, with nothing to save, the first signal already ends the process.
     """
@@ -63,9 +64,9 @@ class Stop:
         self._error: UserError | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._first_signal_time: float | None = None
-        """When the first signal came."""
+        """Time of the first signal."""
         self._unheard: set[int] = set()
-        """Signals that a thread has taken, and whose handler the main thread has still to run."""
+        """Signals that a thread has handled, but whose handler the main thread has yet to run."""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -77,26 +78,26 @@ class Stop:
         return max(self._wanted) > Reason.SAVE
 
     def fail(self, error: UserError, exit_code: ExitCode = ExitCode.FAILED) -> None:
-        """Stop for an error, once this step is saved. The first one counts.
+        """Stop with an error, once this step is saved. Only the first error is kept.
 
         Args:
-            exit_code: by default not the error's own: the settings were valid if training has begun.
+            exit_code: defaults to FAILED instead of the error's own, as settings are valid once training has started.
         """
         error.exit_code = exit_code
         self._error = self._error or error
         self.request(Reason.FAILED)
 
     def failure(self) -> UserError | None:
-        """The error to raise once the run is saved; if any rank has one, all ranks get one. Collective."""
+        """The error to raise once the run is saved; if any rank has one, all ranks receive one. Collective."""
         others = self._world.all_gather(self._error)
         return self._error or next((error for error in others if error is not None), None)
 
     def request(self, reason: Reason) -> None:
-        """Any thread or signal handler may call it."""
+        """Request a stop or a save. May be called from any thread or signal handler."""
         self._wanted.append(reason)  # atomic: a signal handler cannot interrupt it and lose a request
 
     def agree(self) -> bool:
-        """Agree with all ranks on whether to stop: they do if any wants to. Collective, at the same step."""
+        """Agree with all ranks on whether to stop: all do if any wants to. Collective, at the same step."""
         self.agree_and_sum()
         return self.has_agreed
 
@@ -108,7 +109,7 @@ class Stop:
     def agree_and_sum(self, *values: float) -> list[float]:
         """Find out whether any rank wants to stop, and sum some numbers over the data-parallel ranks, in one
         collective. Every rank must call it at the same step."""
-        wanted = list(self._wanted)  # a copy: another thread may ask for a save meanwhile, for the next step then
+        wanted = list(self._wanted)  # a copy: a save requested meanwhile by another thread is for the next step
         own = max(wanted)
         for _ in range(wanted.count(Reason.SAVE)):
             self._wanted.remove(Reason.SAVE)
@@ -124,7 +125,7 @@ class Stop:
         return self
 
     def begin(self) -> None:
-        """Call it before the first step: from here on, a first signal only asks for a stop."""
+        """Call before the first step: from here on, a first signal only requests a stop."""
         if self._before:
             handle(self._on_signal, *_REASONS, deaf=self._on_unheard_signal)
 
@@ -140,16 +141,16 @@ class Stop:
             os.kill(os.getpid(), number)
 
     def _on_unheard_signal(self, number: int, frame: FrameType | None) -> None:
-        """The same, by a thread: the main thread is inside a call, of a long step or for a rank that hangs."""
+        """As ``_on_signal``, on another thread: the main thread is blocked by a long step or a rank that hangs."""
         self._unheard.add(number)
         if self._leaves_at_once(signal.Signals(number)):
             os._exit(128 + number)
 
     def _leaves_at_once(self, received: signal.Signals) -> bool:
-        """Take a signal: whether the process is to end at once, and not after its step."""
+        """Register a signal; return whether the process must end at once rather than after its step."""
         now, is_first = time.monotonic(), self._first_signal_time is None
-        # an echo is the same signal by a second way, such as the scheduler's and then the launcher's; without either, a
-        # person pressed Ctrl-C twice, and means it
+        # an echo is the same signal by a second route, such as first from the scheduler and then from the launcher;
+        # without either, a person has pressed Ctrl-C twice on purpose
         may_echo = has_launcher() or received in REQUEUE_SIGNALS
         is_echo = may_echo and self._first_signal_time is not None and now - self._first_signal_time < ECHO_SECONDS
         # after a rank has died, the signal is not the scheduler's but the launcher's, which ends the other ranks
@@ -159,8 +160,8 @@ class Stop:
         if is_first:
             self._first_signal_time = now
             if lost_a_rank:
-                logger.warning("another rank is gone: this one writes the checkpoint that it has begun, and ends")
+                logger.warning("another rank is gone: this one finishes its current checkpoint, and ends")
                 return False
             self.request(_REASONS[received])
-            logger.warning("%s: saving at the end of this step; a second one leaves at once", received.name)
+            logger.warning("%s: saving at the end of this step; a second one exits at once", received.name)
         return False

@@ -27,37 +27,37 @@ _COLLECTIVE_FILES = {
     "_fsdp_collectives.py",
     "_fsdp_param_group.py",
 }
-"""The files of torch that call collectives."""
+"""Files of torch that call collectives."""
 
 
 @dataclass(frozen=True)
 class SynchronizedStep:
-    """A step that every rank is about to make."""
+    """A step that all ranks are about to make."""
 
     step: int
     micro_batches: list[MicroBatch[Batch]]
-    """This rank's."""
+    """This rank's micro-batches."""
     num_targets: float
-    """Of the whole global batch."""
+    """Number of targets in the global batch."""
     num_tokens: int
-    """Tokens of the whole global batch, without padding; samples, where they have no tokens."""
+    """Tokens of the global batch, without padding; number of samples if they have no tokens."""
     is_first: bool
-    """Whether this process has made no step before."""
+    """Whether this is the first step of this process."""
 
 
 def synchronized_steps(
     steps: Steps, loader: Loader[Batch], engine: Engine, stop: Stop, world: Distributed
 ) -> Iterator[SynchronizedStep]:
-    """Yield the steps until the ranks agree to stop; the step that they stop before is not yielded.
+    """Yield steps until the ranks agree to stop; the step that they stop before is not yielded.
 
-    Before each, one host collective sums its targets and tokens over the ranks, and finds out whether a rank wants to
-    stop. On a stop, the preparation of the step is undone, so that the run can be saved as after the step before. An
-    error in making the batches is such a stop, too.
+    Before each step, one host collective sums its targets and tokens over the ranks, and finds out whether a rank wants
+    to stop. On a stop, the preparation of the step is undone, so that the run can be saved in its state after the
+    previous step. An error in making the batches is also such a stop.
 
     Args:
-        steps: those of the loader that are left.
+        steps: the loader's remaining steps.
     """
-    is_first = True  # an error in the first batches is one of the user's settings or data (WRONG_REQUEST)
+    is_first = True  # an error in the first batches is due to the user's settings or data (WRONG_REQUEST)
     while True:
         error: Exception | None = None
         micro_batches: list[MicroBatch[Batch]] = []
@@ -68,18 +68,18 @@ def synchronized_steps(
             with name_failing_method(engine.task):
                 counts = count_targets(engine.task, micro_batches), loader.tokens
         except StopIteration:
-            stop.agree()  # a callback may have failed, or asked for a stop, after the last step
+            stop.agree()  # a callback may have failed, or requested a stop, after the last step
             return
         except OtherRankFailed:
-            pass  # that rank asks for the stop
-        except Exception as caught:  # noqa: BLE001 - the trainer raises it, once it has saved
+            pass  # that rank requests the stop
+        except Exception as caught:  # noqa: BLE001 - the trainer raises it after saving
             error = caught
             stop.request(Reason.NO_BATCH)
         num_targets, num_tokens = stop.agree_and_sum(*counts)
         if stop.has_agreed:
             if error is not None and stop.reason is Reason.NO_BATCH:
                 if not is_first:
-                    logger.warning("the next step's batches cannot be made: the run saves where it is, and ends")
+                    logger.warning("the next step's batches cannot be made: the run saves its current step, then ends")
                 stop.fail(_step_error(error), ExitCode.WRONG_REQUEST if is_first else ExitCode.FAILED)
             loader.undo_step()
             return
@@ -98,11 +98,11 @@ def make_step(engine: Engine, agreed: SynchronizedStep) -> StepResult:
             return engine.train_step(agreed.micro_batches, agreed.num_targets)
     except UserError as error:
         if error.__cause__ is not None and _raised_in_collective(error.__cause__):
-            raise error.__cause__ from None  # a peer is gone, which is no fault of the method that waited for it
+            raise error.__cause__ from None  # a peer is gone: not the fault of the method that waited for it
         log_to_file("".join(traceback.format_exception(error)).rstrip())
         if not agreed.is_first:
             error.exit_code = ExitCode.FAILED
-            error.remedy = f"{error.remedy}; the same command goes on from the newest checkpoint, if there is one"
+            error.remedy = f"{error.remedy}; the same command resumes from the newest checkpoint, if there is one"
         raise
 
 
@@ -119,7 +119,7 @@ def _step_error(error: Exception) -> UserError:
     failure = UserError(
         f"making the batches of the next step failed: {cause(error)}",
         where="the traceback is in the log file of this rank",
-        remedy="mend what it names; the same command goes on from the step that was saved",
+        remedy="fix the cause; the same command resumes from the saved step",
     )
     failure.__cause__ = error
     return failure

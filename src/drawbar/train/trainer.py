@@ -1,4 +1,4 @@
-"""The trainer: builds the parts of a run, and runs the training loop, the same for every strategy."""
+"""The trainer: builds the parts of a run, and runs the training loop, which is the same for every strategy."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -50,14 +50,14 @@ class Trainer:
     """Trains one run.
 
     Args:
-        config: the whole configuration: ``config`` of what ``drawbar.load_config`` returns.
-        task: the task's class; by default the one that ``task.type`` names.
-        resume: ``auto`` (go on with the run if it exists), ``never``, or a checkpoint: its path, ``latest``,
-            ``best`` or a step; one of the run's own that is not the newest needs ``fork``.
-        fork: name of a new run, which begins from a checkpoint of the run that ``config`` names.
-        weights_only: do not take the optimizer's state of that checkpoint, or of the one that ``resume`` names.
-        callbacks: called after those that the setting ``callbacks`` names.
-        notes: lines for the log, about where ``config`` comes from.
+        config: the configuration: the ``config`` attribute of the result of ``drawbar.load_config``.
+        task: the task's class; defaults to the one that ``task.type`` names.
+        resume: ``auto`` (resume the run if it exists), ``never``, or a checkpoint: its path, ``latest``, ``best`` or a
+            step; a checkpoint of the run itself other than the newest needs ``fork``.
+        fork: name of a new run that starts from a checkpoint of the run that ``config`` names.
+        weights_only: do not load the optimizer state of that checkpoint, or of the one that ``resume`` names.
+        callbacks: called after those in the setting ``callbacks``.
+        notes: lines for the log about the origin of ``config``.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class Trainer:
         self._notes = notes
 
     def fit(self) -> Outcome:
-        """Train until the last step, an early stop or a signal; every rank calls it.
+        """Train until the last step, an early stop or a signal. Every rank must call it.
 
         Raises:
-            UserError: the request is wrong, or the run failed for a reason that the user can mend.
+            UserError: the request is invalid, or the run failed for a reason that the user can fix.
         """
         trackers = make_trackers(self.config.tracking)
         rank_info = RankInfo.from_environment()
@@ -119,7 +119,7 @@ class Trainer:
 
 
 def train(run: Run, user_callbacks: Sequence[Callback]) -> None:
-    """Train, unless the run is complete. Every rank calls it."""
+    """Train, unless the run is complete. Collective."""
     if run.is_complete():
         if run.world.is_rank0:
             StatusCallback(run).write_if_complete(run.handle)
@@ -131,7 +131,7 @@ def train(run: Run, user_callbacks: Sequence[Callback]) -> None:
     settings = run.config.model_dump(mode="json")
     run.trackers.start(TrackedRun(run.config.run_dir, settings, resume_step, evaluated=not run.evaluation_is_due))
     try:
-        with closing(run.make_saver()), closing(run.loader):  # a save that has begun is finished, even if a step fails
+        with closing(run.make_saver()), closing(run.loader):  # a save in progress is finished even if a step fails
             guarded = [GuardedCallback(callback, run.stop, run.world) for callback in user_callbacks]
             own = own_callbacks(run)
             run.callbacks += [*own, *guarded]
@@ -152,7 +152,7 @@ def train(run: Run, user_callbacks: Sequence[Callback]) -> None:
 def _loop(run: Run, own: Sequence[Callback], guarded: Sequence[GuardedCallback]) -> None:
     """The training loop, the same for every strategy."""
     run.console.start(run.total_steps, run.progress.step)
-    for callback in (*guarded, *own):  # the user's first: an evaluation may be due at once
+    for callback in (*guarded, *own):  # the user's first: an evaluation may be due immediately
         callback.on_train_start(run.handle)
     run.stop.begin()
     steps = run.loader.steps(run.progress.step, run.total_steps)
@@ -171,12 +171,12 @@ def _loop(run: Run, own: Sequence[Callback], guarded: Sequence[GuardedCallback])
 
 
 def _final_message(run: Run) -> str:
-    """The last line of output: where the run directory is, and the final scores."""
+    """The last line of output: the run directory and the final scores."""
     folder, step, best = run.config.run_dir, run.progress.step, run.progress.best_step
     if run.saver.last_saved_progress is None:
-        return f"{folder}: stopped before its first step; the same command begins again"
+        return f"{folder}: stopped before its first step; the same command starts over"
     if not run.is_complete():
-        return f"{folder}: saved at step {step}; the same command goes on from there"
+        return f"{folder}: saved at step {step}; the same command resumes from there"
     score = f"; best {run.config.eval.metric}: {run.progress.best_score:.4g}, at step {best}" if best else ""
     return f"{folder}: {step:,} steps made{score}; next: {_next_command(run)}"
 

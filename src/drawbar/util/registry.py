@@ -104,7 +104,7 @@ class Registry(Generic[T]):
 
     def __contains__(self, name: str) -> bool:
         """Whether there is one of this name; installed packages are searched last."""
-        return name in self._registered or name in self._lazy or name in self.names()
+        return name in self._built_in or name in self.names()
 
     def names(self) -> list[str]:
         """All names: drawbar's own, then those of installed packages."""

@@ -168,8 +168,8 @@ def test_the_command_that_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("-c", r"the command line \(-c\)"),
         ("", "a prompt"),
         ("ipykernel_launcher.py", "a notebook"),
-        ("deleted.py", "deleted.py, where there is no file"),
-        ("pipe", "pipe, where there is no file"),
+        ("deleted.py", "deleted.py, which is not, or no longer, a file"),
+        ("pipe", "pipe, which is not, or no longer, a file"),
     ],
 )
 def test_a_program_that_no_rank_could_run_is_refused(

@@ -111,7 +111,7 @@ def test_prune(run: Path) -> None:
     assert "would delete" in (said := checkpoint(run, "prune", "--dry-run").out)
     assert said.rstrip().endswith("of step 2")  # keep: 2 in config.yaml, and the best one
     assert steps(run) == [1, 2, 3, 4]
-    assert "there is nobody to ask" in checkpoint(run, "prune", code=2).err
+    assert "cannot ask for confirmation" in checkpoint(run, "prune", code=2).err
     assert steps(run) == [1, 2, 3, 4]
     checkpoint(run, "prune", "--keep", "1", "--yes")
     assert steps(run) == [1, 4]
@@ -199,14 +199,14 @@ def test_no_run_at_a_url_or_in_a_project_folder(run: Path, tmp_path: Path) -> No
     done = run_cli("checkpoint", "list", f"file://{tmp_path}/nothing", cwd=tmp_path)
     assert (done.code, "there is no run in" in done.err) == (2, True)
     (tmp_path / "config.yaml").write_text(CONFIG)
-    assert "is no run directory" in checkpoint(tmp_path, "list", code=2).err
+    assert "is not a run directory" in checkpoint(tmp_path, "list", code=2).err
     done = run_cli("checkpoint", "prune", "s3://bucket/runs/demo", "--yes", cwd=tmp_path)
-    assert (done.code, "s3://bucket/runs/demo is a folder of an object store" in done.err) == (2, True)
+    assert (done.code, "s3://bucket/runs/demo is a folder in an object store" in done.err) == (2, True)
 
 
 def test_a_folder_that_is_no_run_and_a_run_without_checkpoints(run: Path) -> None:
     for command in ("list", "verify", "prune"):
-        assert "is no run directory" in checkpoint(run.parent, command, code=2).err
+        assert "is not a run directory" in checkpoint(run.parent, command, code=2).err
     shutil.rmtree(run / "checkpoints")
     assert "has no checkpoints yet" in checkpoint(run, "list").out
     checkpoint(run, "verify", code=2)

@@ -244,7 +244,7 @@ def fill(folder: Path) -> None:
         ("llama", (), fill, ("is not empty", "--to")),
         ("llama", (), lambda path: path.write_text("mine"), ("is a file", "--to")),
         ("llama", ("--checkpoint", "999"), None, ("999", "3, 6")),
-        ("module", (), None, ("Linear is no transformers model", "safetensors")),
+        ("module", (), None, ("Linear is not a transformers model", "safetensors")),
     ],
 )
 def test_a_request_that_is_wrong(
@@ -291,7 +291,7 @@ def test_files_of_a_size(trained: Path, tmp_path: Path) -> None:
     export(trained, "llama", str(tmp_path / "to"), "--shard-size", "0.001GB")
     assert len(list((tmp_path / "to").glob("*.safetensors"))) == 1  # a tiny model
     done = export(trained, "llama", str(tmp_path / "no"), "--shard-size", "many", code=2)
-    check_one_message(done.out + done.err, "many is no size of a file", "--shard-size")
+    check_one_message(done.out + done.err, "many is not a valid file size", "--shard-size")
 
 
 @pytest.mark.parametrize(("run", "pipeline"), [("llama", "text-generation"), ("bert", "text-classification")])

@@ -204,7 +204,7 @@ def test_a_limit_of_the_run_loses_no_input(project: Path) -> None:
     ("run", "source", "arguments", "says"),
     [
         ("text", "new.tsv", (), ("CausalLM makes no predictions", "task.generation")),
-        ("own", "new.tsv", ("--probabilities",), ("Ending does not say how likely", "probabilities(model, batch)")),
+        ("own", "new.tsv", ("--probabilities",), ("Ending returns no probabilities", "probabilities(model, batch)")),
         ("classes", "nwe.tsv", (), ("there is no file nwe.tsv", "--input", "new.tsv")),
         ("classes", "new.tsv", ("data.columns=[id]",), ("new.tsv:1", "2 fields", "data.columns=[")),
         ("classes", "new.tsv", ("data.columns=[id, txt]",), ("new.tsv:1", "has no 'text'")),

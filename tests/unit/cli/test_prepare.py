@@ -94,13 +94,13 @@ def test_a_change_in_an_imported_helper_is_encoded(project: Path) -> None:
         (project / name).write_text(text)
     settings = ("task.type=tasks.mine:Cleaned", "task.tokenizer.vocab_size=257")
     first = prepare(project, *settings)
-    assert "train: encoding; no train data are kept" in first.err
+    assert "train: encoding; no train data are cached" in first.err
     again = prepare(project, *settings)
     assert "train: taken from the cache" in again.err
     assert table(again.out, "tokens") == table(first.out, "tokens")
     (project / "words" / "clean.py").write_text("def clean(text):\n    return text[:1]\n")
     changed = prepare(project, *settings)
-    assert "train: encoding; changed since those that are kept: words/clean.py" in changed.err
+    assert "train: encoding; changed since the cached data: words/clean.py" in changed.err
     assert table(changed.out, "longest") == ["3", "3"]
 
 

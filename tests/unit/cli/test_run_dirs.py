@@ -16,7 +16,7 @@ from drawbar.util.run_dir import LOCK_FILE, is_run_dir
 from harness import run_cli, wait_until
 from messages import check_one_message
 
-NO_RUN = "is no run directory: it has a config.yaml, and nothing that a run writes beside it"
+NO_RUN = "is not a run directory: it has a config.yaml, but none of a run's other files"
 
 
 @pytest.fixture(scope="module")

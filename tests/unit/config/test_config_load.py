@@ -187,7 +187,7 @@ def test_task_class_by_module_and_name(own_module):
         ("causal_ml", "there is no task 'causal_ml'; did you mean causal_lm? There are: causal_lm, sequence_class"),
         ("causal_ml", "your own is package.module:Class"),
         ("own_task_module:Onw", "has no 'Onw'; did you mean own_task_module:Own?"),
-        ("own_task_module:Bare", "a class that has a class `Config`"),
+        ("own_task_module:Bare", "a class with a class `Config`"),
         ("no_such_module:Own", "No module named 'no_such_module'"),
         (":Own", "Empty module name"),
     ],
@@ -415,8 +415,8 @@ def test_glob_that_is_no_yaml_shows_how_to_quote_it():
         ("a: !!bool maybe\n", "not valid YAML: a value cannot be read"),
         ("", "the file is empty"),
         ("# nothing\n", "the file is empty"),
-        ("- a\n- b\n", "the file holds no keys and values at its top level"),
-        ("hello\n", "the file holds no keys and values at its top level"),
+        ("- a\n- b\n", "the file has no keys and values at its top level"),
+        ("hello\n", "the file has no keys and values at its top level"),
         (b"run:\n  name: \xff\n", "the file is not UTF-8 text\n  where: config.yaml:2"),
         ("a: " + "[" * 1100, "config.yaml"),
     ],
@@ -430,7 +430,7 @@ def test_file_that_is_no_configuration(write, yaml, expected):
 def test_aliases_that_stand_for_more_than_memory_holds(write):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
-    assert "aliases stand for more" in problems_of(write("\n".join(lines) + "\n"))
+    assert "aliases expand to more" in problems_of(write("\n".join(lines) + "\n"))
 
 
 def test_missing_file_suggests_the_nearest(write):
@@ -535,7 +535,7 @@ def test_no_torch_is_imported(write):
 
 def test_a_text_with_a_colon_on_the_command_line_is_to_be_quoted() -> None:
     text = problems_of(None, "task.type=seq2seq", "task.model=t5", "task.source_prefix=translate: ")
-    assert "needs quotes of its own: 'task.source_prefix=\"translate: \"'" in text
+    assert "needs its own quotes: 'task.source_prefix=\"translate: \"'" in text
     quoted = ["task.type=seq2seq", "task.model=t5", 'task.source_prefix="translate: "']
     assert load_config(None, quoted).config.task.source_prefix == "translate: "
 

@@ -215,7 +215,7 @@ def test_what_works_is_left_alone(overrides):
 
 def test_evaluation_needs_neither_training_data_nor_steps():
     check_rules(RunConfig())
-    with pytest.raises(UserError, match="nothing says how long to train"):
+    with pytest.raises(UserError, match="it is unknown how long to train"):
         check_rules(RunConfig(), TRAIN_RULES)
 
 
@@ -225,7 +225,7 @@ def test_error_names_values_and_origins(tmp_path):
     with pytest.raises(UserError) as caught:
         check_rules(load_config(path, ["eval.every=5"]), RULES + TRAIN_RULES)
     text = str(caught.value)
-    assert f"train.steps=10 ({path}:3), train.epochs=2.0 ({path}:4): both say how long to train" in text
+    assert f"train.steps=10 ({path}:3), train.epochs=2.0 ({path}:4): both set how long to train" in text
     assert "eval.every=5 (command line), eval.patience=null (default)" in text
 
 
@@ -296,7 +296,7 @@ def test_two_ways_in_one_place_are_refused(tmp_path):
     path.write_text("train: {epochs: 3}")
     loaded = load_config(path, ["data.train=a", "train.epochs=2", "train.steps=5"])
     assert loaded.notes == ()
-    with pytest.raises(UserError, match="both say how long to train"):
+    with pytest.raises(UserError, match="both set how long to train"):
         check_rules(loaded, TRAIN_RULES)
 
 
@@ -312,7 +312,7 @@ def test_a_single_problem_has_its_remedy_apart():
     config = RunConfig(data=DataSection(train="a"), train=TrainSection(steps=1, epochs=1.0))
     with pytest.raises(UserError) as caught:
         check_rules(config, TRAIN_RULES)
-    assert caught.value.what == "train.steps=1, train.epochs=1.0: both say how long to train"
+    assert caught.value.what == "train.steps=1, train.epochs=1.0: both set how long to train"
     assert caught.value.remedy == "keep one, and set the other to null"
 
 
@@ -352,7 +352,7 @@ def test_lanes_that_cannot_be_split():
         check_world(run_with(64).model_copy(update={"data": data}), 64)
     assert caught.value.where == "data.stream_lanes"
     assert "data.stream_lanes=48 cannot be split evenly over 64 processes" in str(caught.value)
-    assert "start 12, 16, 24 or 48 processes; or set data.stream_lanes=192, in a run that begins" in str(caught.value)
+    assert "start 12, 16, 24 or 48 processes; or set data.stream_lanes=192, in a new run or a fork" in str(caught.value)
     placed = {"data": data, "parallel": ParallelSection(tensor=4)}
     check_world(run_with(64).model_copy(update=placed), 64)  # 16 data-parallel ranks
     check_world(run_with(64).model_copy(update={"data": DataSection(stream_lanes=48)}), 64)  # no stream

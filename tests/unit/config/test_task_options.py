@@ -116,7 +116,7 @@ class Tensor(TaskConfig):
 @pytest.mark.parametrize(
     ("task", "says"),
     [
-        (TorchType, "the option dtype is torch.float32, of the type dtype, which the run's config.yaml cannot hold"),
+        (TorchType, "the option dtype is torch.float32, of type dtype, which the run's config.yaml cannot store"),
         (
             AnyValue,
             "the option folder is PosixPath('x'), which is written to the run's config.yaml and is read back as",
@@ -128,7 +128,7 @@ class Tensor(TaskConfig):
             "the option sizes is (1, 2), which is written to the run's config.yaml and is read back as [1, 2]",
         ),
         (Computed, "the option doubled is written to the run's config.yaml and is refused when it is read"),
-        (Tensor, "the option weights is tensor([1., 1.]), of the type Tensor, which the run's config.yaml cannot hold"),
+        (Tensor, "the option weights is tensor([1., 1.]), of type Tensor, which the run's config.yaml cannot store"),
     ],
 )
 def test_an_option_that_cannot_be_stored_is_refused(task: type[TaskConfig], says: str) -> None:
@@ -193,8 +193,8 @@ def test_names_where_each_needs_a_section() -> None:
             "dtype: torch.dtype | None = None",
             "Mine.Config.dtype has a type that cannot be read from YAML: <class 'torch",
         ),
-        ("width = 16", "Mine.Config.width has no type, so it is no option: write `width: TYPE"),
-        ("import math", "Mine.Config.math has no type, so it is no option"),
+        ("width = 16", "Mine.Config.width has no type, so it is not an option: write `width: TYPE"),
+        ("import math", "Mine.Config.math has no type, so it is not an option"),
     ],
 )
 def test_an_option_that_pydantic_cannot_read_is_named_in_one_line(

@@ -140,7 +140,7 @@ def test_a_number_of_no_class_is_a_bad_record(tmp_path: Path) -> None:
     schema = dataset().with_format("arrow")[:].select(["mood"]).schema
     pq.write_table(pa.table({"mood": [0, 2]}, schema=schema), tmp_path / "a.parquet")
     data = DataSection(train=str(tmp_path / "a.parquet"))
-    with pytest.raises(UserError, match=r"2 is the number of no class[\s\S]*a.parquet, row 2"):
+    with pytest.raises(UserError, match=r"2 is not a class number[\s\S]*a.parquet, row 2"):
         len(open_records(data, "train"))
     assert len(open_records(data.model_copy(update={"on_bad_record": "skip"}), "train")) == 1
 

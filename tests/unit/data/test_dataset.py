@@ -231,7 +231,7 @@ def test_only_the_first_messages_of_skipped_records_are_kept() -> None:
 
 
 def test_all_records_skipped() -> None:
-    with pytest.raises(UserError, match=r"left out all 2 records; the first: file:1: .*KeyError: 'n'"):
+    with pytest.raises(UserError, match=r"dropped all 2 records; the first: file:1: .*KeyError: 'n'"):
         encoded([{}, {}], lambda record: record["n"], on_bad_record="skip")
 
 
@@ -270,5 +270,5 @@ def test_iteration_ends() -> None:
 
 
 def test_no_samples_at_all() -> None:
-    assert "left out all 2 records" in refused([{}, {}], lambda record: None).what
+    assert "dropped all 2 records" in refused([{}, {}], lambda record: None).what
     assert "all 0 records" in refused([]).what

@@ -217,7 +217,7 @@ def test_what_cannot_be_sent_is_encoded_here(caplog: pytest.LogCaptureFixture) -
     finally:
         logger.removeHandler(caplog.handler)
     assert pids(dataset) == {os.getpid()}
-    assert "encoding records in this process alone" in caplog.text
+    assert "encoding records in this process only" in caplog.text
     assert caplog.records[0].levelno == logging.WARNING
 
 

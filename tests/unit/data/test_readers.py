@@ -354,12 +354,12 @@ BAD_FILES = [
     ("a.json", b'["\xff"]', "not UTF-8"),
     ("a.tsv", b"a\tb\ta\n1\t2\t3\n", "two columns are named 'a'"),
     ("a.csv", b'a,b\n1,2\n1,"2\n1,2\n', "never closed"),
-    ("a.parquet", b"not a table", "cannot be read as what its name says"),
-    ("a.parquet", parquet_bytes()[:-5], "cannot be read as what its name says"),
-    ("a.parquet", b"PAR1" + b"\xff" * 400 + parquet_bytes()[404:], "cannot be read as what its name says"),
-    ("a.arrow", b"not a table", "cannot be read as what its name says"),
-    ("a.arrow", b"ARROW1\0\0 and no more", "cannot be read as what its name says"),
-    ("a.arrow", arrow_bytes()[:-2000], "cannot be read as what its name says"),
+    ("a.parquet", b"not a table", "cannot be read in the format of its extension"),
+    ("a.parquet", parquet_bytes()[:-5], "cannot be read in the format of its extension"),
+    ("a.parquet", b"PAR1" + b"\xff" * 400 + parquet_bytes()[404:], "cannot be read in the format of its extension"),
+    ("a.arrow", b"not a table", "cannot be read in the format of its extension"),
+    ("a.arrow", b"ARROW1\0\0 and no more", "cannot be read in the format of its extension"),
+    ("a.arrow", arrow_bytes()[:-2000], "cannot be read in the format of its extension"),
 ]
 
 
@@ -603,7 +603,7 @@ def test_the_digest_of_a_file_that_cannot_be_read_names_it(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("Whole", "the reader Whole cannot be made: TypeError"),
+        ("Whole", "the reader Whole cannot be created: TypeError"),
         ("Listed", "the reader Listed makes list of a record, and not dict"),
         ("Failing", "the reader Failing cannot decode a record: KeyError: 'x'"),
     ],
@@ -668,7 +668,7 @@ def test_a_bad_record_of_a_users_reader_gets_its_place_and_a_remedy(
     with pytest.raises(UserError) as caught:
         list(open_records(DataSection(train=train), "train"))
     assert caught.value.where == f"{path}:2"
-    assert caught.value.remedy == "mend the record; or leave bad records out: data.on_bad_record=skip"
+    assert caught.value.remedy == "correct the record; or leave bad records out: data.on_bad_record=skip"
     kept = open_records(DataSection(train=train, on_bad_record="skip"), "train")
     assert [record["text"] for record in kept] == ["one", "two"]
     list(kept.streams[0].read())

@@ -1,4 +1,4 @@
-"""Why samples are encoded anew: what has changed since those that are kept."""
+"""Why samples are encoded anew: what has changed since the cached data."""
 
 from pathlib import Path
 
@@ -24,19 +24,19 @@ def encode(cache: Path, inputs: dict[str, str]) -> None:
 
 
 def test_what_has_changed_is_named(tmp_path: Path) -> None:
-    assert explain_cache_miss(tmp_path, "train", MADE_OF) == f"no train data are kept in {tmp_path}"
+    assert explain_cache_miss(tmp_path, "train", MADE_OF) == f"no train data are cached in {tmp_path}"
     encode(tmp_path, {**MADE_OF, "the records": "7", "the tokenizer": "7"})
     encode(tmp_path, MADE_OF)
     assert is_cached(tmp_path, "train", MADE_OF)
     changed = {**MADE_OF, "words/clean.py": "4"}
     assert not is_cached(tmp_path, "train", changed)
     assert (
-        explain_cache_miss(tmp_path, "train", changed) == "changed since those that are kept: words/clean.py"
+        explain_cache_miss(tmp_path, "train", changed) == "changed since the cached data: words/clean.py"
     )  # of the entry most like it
     assert str(explain_cache_miss(tmp_path, "train", {**MADE_OF, "words/new.py": "5"})).endswith(": words/new.py")
     in_words = str(explain_cache_miss(tmp_path, "train", {**MADE_OF, "the task's facts": "5"}))
     assert in_words.endswith(": the dataset metadata")
-    assert explain_cache_miss(tmp_path, "validation", MADE_OF) == f"no validation data are kept in {tmp_path}"
+    assert explain_cache_miss(tmp_path, "validation", MADE_OF) == f"no validation data are cached in {tmp_path}"
     many = {f"{number}.py": "" for number in range(7)}
     assert str(explain_cache_miss(tmp_path, "train", {**MADE_OF, **many})).endswith(
         "0.py, 1.py, 2.py, 3.py, 4.py and 2 more"
@@ -60,7 +60,7 @@ def test_the_data_of_another_job_are_not_called_changed(tmp_path: Path) -> None:
 def test_a_damaged_entry_says_nothing(tmp_path: Path) -> None:
     encode(tmp_path, MADE_OF)
     (entry_folder(tmp_path, "train", MADE_OF) / "meta.json").write_text("[]")
-    assert explain_cache_miss(tmp_path, "train", {}) == f"no train data are kept in {tmp_path}"
+    assert explain_cache_miss(tmp_path, "train", {}) == f"no train data are cached in {tmp_path}"
 
 
 def test_samples_that_are_removed_leave_nothing(tmp_path: Path) -> None:

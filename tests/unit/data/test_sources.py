@@ -123,7 +123,7 @@ def test_glob_without_a_match(tmp_path: Path) -> None:
 def test_files_of_an_unknown_kind(tmp_path: Path, name: str, kind: str) -> None:
     (tmp_path / name).write_bytes(b"a")
     error = refused(f"{tmp_path}/{name}")
-    assert f"unknown kind ({kind})" in error.what
+    assert f"unknown format ({kind})" in error.what
     assert error.where == f"{tmp_path}/{name}"
     assert ".txt, .tsv, .csv, .json, .jsonl, .ndjson, .parquet, .arrow" in str(error.remedy)
 

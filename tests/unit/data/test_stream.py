@@ -378,7 +378,7 @@ def test_weights_decide_the_proportions_and_sources_begin_again(second: int) -> 
 @pytest.mark.parametrize("weights", [None, (1.0, 2.0)])
 def test_a_stream_without_samples_is_refused(weights: tuple[float, float] | None) -> None:
     loader = Case((31, 7), weights=weights).loader(alone(), lambda record: None)
-    with pytest.raises(UserError, match="no samples: the task's encode left out all records"):
+    with pytest.raises(UserError, match="no samples: the task's encode dropped all records"):
         next(loader.steps(0, 1))
 
 

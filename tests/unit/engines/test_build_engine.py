@@ -71,7 +71,7 @@ def _fail(*_: Any) -> None:
     ("builder", "what"),
     [
         (_fail, r"builder of the strategy fails: KeyError: 'boom' \(.*test_build_engine.py:\d+\)"),
-        (lambda *_: None, "returned NoneType, and no EngineParts"),
+        (lambda *_: None, "returned NoneType, not EngineParts"),
         ("own_builders:absent", "has no attribute 'absent'"),
         ("no_such_module:build", r"pip install no_such_module"),
     ],

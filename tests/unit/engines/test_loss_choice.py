@@ -71,7 +71,7 @@ def test_the_loss_is_the_same_either_way() -> None:
     assert float(chunked.eval_step(batch).loss) == pytest.approx(float(plain.eval_step(batch).loss), rel=1e-6)
 
 
-@pytest.mark.parametrize(("task_type", "reason"), [(OwnLoss, "OwnLoss has"), (Odd, "LlamaForCausalLM does to its")])
+@pytest.mark.parametrize(("task_type", "reason"), [(OwnLoss, "OwnLoss defines"), (Odd, "LlamaForCausalLM does to its")])
 def test_what_looks_at_logits_gets_them(task_type: type[Numbers], reason: str) -> None:
     engine = engine_of(task_type, config_with("auto"))
     assert engine.cross_entropy == "plain"

@@ -73,7 +73,7 @@ def test_beams_find_what_is_more_likely(engine: Engine) -> None:
 def test_a_model_without_generate(caplog: pytest.LogCaptureFixture) -> None:
     engine = tiny_engine(tiny_config())
     engine.executor.module = torch.nn.Linear(2, 2)
-    with pytest.raises(UserError, match="Linear writes no text"):
+    with pytest.raises(UserError, match="Linear cannot generate text"):
         texts(engine, PROMPTS, Sampling(max_new_tokens=400))
     assert "leaves room for" not in caplog.text  # nothing is said of texts before that
 

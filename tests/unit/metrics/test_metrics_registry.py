@@ -117,7 +117,7 @@ def test_an_unknown_name() -> None:
         ("own_broken:f", "ZeroDivisionError: division by zero"),
         ("own_broken:f", "own_broken.py:3"),
         ("own_metrics:agreemnt", "did you mean own_metrics:agreement?"),
-        ("own_metrics:not_a_function", "is no function, but of the type"),
+        ("own_metrics:not_a_function", "is not a function, but of type"),
         ("own_metrics:", "has no ''"),
         (":f", "cannot be imported"),
     ],

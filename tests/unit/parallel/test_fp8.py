@@ -152,7 +152,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], torch.de
 def test_a_gpu_without_fp8(recipe: str, capability: tuple[int, int], gpu: Callable[..., torch.device]) -> None:
     with pytest.raises(UserError) as error:
         check_fp8(recipe, gpu(capability))
-    assert error.value.what.endswith(f"or more, and a GPU has 8.{capability[1]}")
+    assert error.value.what.endswith(f"or higher, and a GPU has 8.{capability[1]}")
     assert error.value.remedy == "set parallel.fp8=null; tensorwise needs 8.9, and rowwise 9.0"
     assert error.value.exit_code == ExitCode.WRONG_REQUEST
 
@@ -172,7 +172,7 @@ def test_a_model_without_such_layers() -> None:
 def test_a_cpu_uses_the_run_and_does_not_train_it() -> None:
     config = configured("rowwise", strategy="single")
     config = config.model_copy(update={"device": "auto"})
-    with pytest.raises(UserError, match=r"device=cpu: fp8 is for NVIDIA GPUs") as error:
+    with pytest.raises(UserError, match=r"device=cpu: fp8 needs NVIDIA GPUs") as error:
         build_engine(tiny_task(config), config, Distributed(RankInfo(), CPU, 60))
     assert error.value.exit_code == ExitCode.WRONG_REQUEST
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ def test_weights_that_do_not_fit_are_refused_by_name() -> None:
     for tensors, problem in (
         ({"a.weight": torch.ones(2, 3)}, "b.weight is missing"),
         ({**here, "c.weight": torch.ones(1)}, "c.weight is not one of this model's saved tensors"),
-        ({**here, "b.weight": torch.ones(5)}, r"b.weight is \[5\], and should be \[4\]"),
+        ({**here, "b.weight": torch.ones(5)}, r"b.weight has shape \[5\] instead of \[4\]"),
     ):
         with pytest.raises(UserError, match=problem):
             check_weights(here, tensors)

@@ -194,7 +194,7 @@ def test_what_the_machine_cannot_compute_is_refused_before_the_data_are_read() -
     config = tiny_config(device="auto", data=DataSection(train="no_such_file.txt"))
     config = config.model_copy(update={"task": task.model_copy(update={"cross_entropy": "liger"})})
     workload = Workload(config, kind, steps=1, tokenizer=TOKENIZER)
-    with pytest.raises(UserError, match="liger-kernel has kernels for CUDA devices"):
+    with pytest.raises(UserError, match="liger-kernel only has kernels for CUDA devices"):
         train(workload, config, Distributed(RankInfo(), CPU, 60))
 
 

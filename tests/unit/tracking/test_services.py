@@ -198,7 +198,7 @@ def test_which_mlflow_server_does_not_answer() -> None:
         ({"wandb": {"project": "x", "color": 1}}, "unexpected keyword argument 'color'", "it takes: project"),
         ({"wandb": {"project": "x", "mode": "sometimes"}}, "must be online or offline", "correct its options"),
         ({"mlflow": {}}, "MLFLOW_TRACKING_URI", "correct its options"),
-        ({"json:loads": {}}, "json:loads is not a subclass of drawbar.Tracker", "name a class that is"),
+        ({"json:loads": {}}, "json:loads is not a subclass of drawbar.Tracker", "name a subclass"),
         ({"no_such_module:Tracker": {}}, "cannot be imported", "package.module:Class"),
     ],
 )

@@ -82,7 +82,7 @@ def test_a_short_run_is_not_measured(caplog: pytest.LogCaptureFixture) -> None:
     given = steps(engine, 3)
     with caplog.at_level(logging.INFO, logger="drawbar"):
         assert logging_compile_payoff(given, engine, Throughput(), uncompiled_step_fits=True) is given
-    assert f"{LAST_COMPARED - 1} steps that are left are too few" in caplog.text
+    assert f"{LAST_COMPARED - 1} remaining steps are too few" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_short_run_is_not_measured(caplog: pytest.LogCaptureFixture) -> None:
         (41.4, SAVED, 150, ": whether that pays in 150 steps is not clear"),
         (41.4, SAVED, 100, ": that does not pay in 100 steps; set parallel.compile=false"),
         (41.4, [-saved for saved in SAVED], 1000, ": that does not pay in 1,000 steps; set parallel.compile=false"),
-        (41.4, [], 1000, "it has taken 41.4 s; what it saves is not measured here"),
+        (41.4, [], 1000, "it has taken 41.4 s; its savings are not measured here"),
     ],
 )
 def test_the_step_from_which_it_pays(cost: float, saved: list[float], left: int, said: str) -> None:

@@ -69,7 +69,7 @@ def test_a_known_metric_needs_no_mode_and_may_have_one_afterwards(fit: Fit, run:
 
 
 def test_a_score_of_a_users_own_needs_a_mode(fit: Fit, run: Path) -> None:
-    with pytest.raises(UserError, match="a smaller or a larger own is better") as error:
+    with pytest.raises(UserError, match="a lower or a higher own is better") as error:
         fit(*THREE_STEPS, "eval.metric=own", task=Scripted)
     assert error.value.exit_code == ExitCode.WRONG_REQUEST
     assert "eval.mode=min or eval.mode=max" in str(error.value.remedy)

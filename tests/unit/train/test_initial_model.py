@@ -129,7 +129,7 @@ def test_adapters_of_the_other_run_are_merged_and_new_ones_are_kept_apart(fit: F
 @pytest.mark.parametrize(
     ("name", "says", "remedy"),
     [
-        ("runs/tinny@best", "runs/tinny is no run directory", "runs/tiny"),
+        ("runs/tinny@best", "runs/tinny is not a run directory", "runs/tiny"),
         ("runs/tiny@7", "runs/tiny has no checkpoint @7", "runs/tiny@8"),
         ("runs/tiny@newest", "runs/tiny has no checkpoint @newest", "runs/tiny@latest"),
     ],

@@ -42,7 +42,7 @@ def test_a_run_that_stopped_before_its_first_checkpoint(
 def test_a_fork_must_have_a_name_of_its_own(fit: Fit, project: Path) -> None:
     fit(*QUIET, "train.steps=4")
     before = losses(project / "runs" / "tiny")
-    with pytest.raises(UserError, match="would have the name of the run that it begins from: tiny") as refused:
+    with pytest.raises(UserError, match="would have the name of the run that it starts from: tiny") as refused:
         fit(*QUIET, "optim.lr=5e-3", fork="tiny")
     assert refused.value.where == "--fork"
     assert losses(project / "runs" / "tiny") == before
@@ -52,7 +52,7 @@ def test_a_run_whose_origin_is_gone_is_refused(fit: Fit, project: Path) -> None:
     fit(*QUIET, "train.steps=12")
     fit(*QUIET, fork="other", callbacks=[LeavesAtOnce()])
     shutil.rmtree(project / "runs" / "tiny" / "checkpoints" / "step-00000012")
-    with pytest.raises(UserError, match="the run other has no checkpoint yet, and the one that it began from") as lost:
+    with pytest.raises(UserError, match="has no checkpoint yet, and the one that it started from") as lost:
         fit(*QUIET, "run.name=other")
     assert "--resume PATH" in str(lost.value.remedy)
     assert fit(*QUIET, fork="other").progress.step == 16  # with --fork, from the newest that there is
@@ -72,7 +72,7 @@ def test_the_same_fork_begins_where_it_began(fit: Fit, project: Path) -> None:
 def test_a_new_run_must_have_a_step_to_make(fit: Fit, project: Path, forked: bool) -> None:
     fit(*QUIET)
     newest = str(project / "runs" / "tiny" / "checkpoints" / "step-00000016")
-    with pytest.raises(UserError, match="asks for 16 steps, and the run that it begins from has made 16") as none:
+    with pytest.raises(UserError, match="asks for 16 steps, and the run that it starts from has made 16") as none:
         fit(*QUIET, fork="other") if forked else fit(*QUIET, "run.name=other", resume=newest)
     assert none.value.exit_code is ExitCode.WRONG_REQUEST
     assert not (project / "runs" / "other").exists()
@@ -110,9 +110,9 @@ def test_a_fork_says_what_becomes_of_schedule_and_optimizer(fit: Fit, capfd: pyt
     capfd.readouterr()
     fit(*QUIET, "train.steps=8", "optim.schedule=linear", "optim.warmup=0", fork="longer", weights_only=True)
     said = capfd.readouterr().err
-    assert "train.steps was 4 and is now 8: the run goes on from step 4 to step 8" in said
-    assert "that of a run of 8 steps: it goes on with 0.005" in said
-    assert "the optimizer begins anew" in said
+    assert "train.steps was 4 and is now 8: the run continues from step 4 to step 8" in said
+    assert "that of a run of 8 steps: it continues at 0.005" in said
+    assert "the optimizer starts fresh" in said
 
 
 def test_weights_that_do_not_fit_are_named_once(fit: Fit, capfd: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +139,7 @@ def test_a_fork_heeds_another_tokenizer(fit: Fit, project: Path, capfd: pytest.C
     (project / "own" / "mark").touch()
     capfd.readouterr()
     fit(*QUIET, "task.tokenizer=own", "train.steps=6", fork="other")
-    assert "task.tokenizer: own, and not the tokenizer of the run" in capfd.readouterr().err
+    assert "task.tokenizer: own, which is not the tokenizer of the run" in capfd.readouterr().err
 
 
 def test_on_train_start_comes_before_an_evaluation(fit: Fit) -> None:

@@ -227,8 +227,8 @@ def test_more_steps_go_on_with_a_complete_run(fit: Fit, run: Path, capfd: pytest
     capfd.readouterr()
     assert fit(*settings, "train.steps=9").progress.step == 9
     said = capfd.readouterr().err
-    assert "train.steps was 6 and is now 9: the run goes on from step 6 to step 9" in said
-    assert "that of a run of 9 steps: it goes on with 0.0033" in said
+    assert "train.steps was 6 and is now 9: the run continues from step 6 to step 9" in said
+    assert "that of a run of 9 steps: it continues at 0.0033" in said
     rates = {line["step"]: line["train/lr"] for line in metrics(run) if "train/lr" in line}
     lr = 1e-2
     assert rates == pytest.approx(
@@ -247,7 +247,7 @@ def test_a_longer_run_may_keep_its_schedule(fit: Fit, run: Path, capfd: pytest.C
     assert "optim.schedule_steps" not in capfd.readouterr().err
     fit(*settings, "train.steps=9", "optim.min_lr_ratio=0.1", "optim.schedule_steps=6")
     said = capfd.readouterr().err
-    assert "that of a run of 6 steps: it goes on with 0.0025" in said
+    assert "that of a run of 6 steps: it continues at 0.0025" in said
     assert "change little" not in said
     fit(*settings, "train.steps=12", "optim.min_lr_ratio=0.1")
     assert "optim.schedule_steps=9 keeps" in capfd.readouterr().err
@@ -263,7 +263,7 @@ def test_a_kept_schedule_that_has_ended_near_zero_is_warned_of(fit: Fit, capfd: 
     fit(*settings, "train.steps=6")
     fit(*settings, "train.steps=8", "optim.schedule_steps=6")
     said = capfd.readouterr().err
-    assert "after step 6 the schedule is over, and the learning rate stays 4.6e-05" in said
+    assert "after step 6 the schedule is over, and the learning rate stays at 4.6e-05" in said
 
 
 @pytest.mark.exhaustive
@@ -312,7 +312,7 @@ def test_a_run_that_diverges_before_its_first_checkpoint_has_nothing_to_fork(fit
     with pytest.raises(UserError, match="diverged") as lost:
         fit("optim.lr=1e6", "optim.warmup=0", "checkpoint.every=null", "checkpoint.keep_best=false", "eval.every=null")
     assert "--fork" not in str(lost.value)
-    assert "its folder is deleted" in str(lost.value.remedy)
+    assert "deleting its folder" in str(lost.value.remedy)
 
 
 @pytest.mark.exhaustive
@@ -341,9 +341,9 @@ def test_an_interrupted_run_that_began_elsewhere_goes_on(fit: Fit, project: Path
     checkpoint = str(project / "runs" / "tiny" / "checkpoints" / "step-00000012")
     command = ("train.steps=20", *ONE_FORWARD, "eval.every=null", "run.name=other")
     assert fit(*command, resume=checkpoint, task=Interrupted).progress.step == 18
-    with pytest.raises(UserError, match="is there already, and began from another checkpoint"):
+    with pytest.raises(UserError, match="exists already, and started from another checkpoint"):
         fit(*command, resume=checkpoint.replace("00000012", "00000016"))
-    with pytest.raises(UserError, match="is there already, and began with the optimizer's state"):
+    with pytest.raises(UserError, match="exists already, and started with the optimizer state"):
         fit(*command, resume=checkpoint, weights_only=True)
     assert fit(*command, resume=checkpoint).progress.step == 20
     assert list(losses(project / "runs" / "other")) == list(range(13, 21))
@@ -354,7 +354,7 @@ def test_an_older_checkpoint_of_the_run_itself_is_refused(fit: Fit, run: Path) -
     before = contents(run)
     older = str(run / "checkpoints" / "step-00000008")
     for resume in (older, "8", "step-00000008"):
-        with pytest.raises(UserError, match="going on from it would lose later steps") as refused:
+        with pytest.raises(UserError, match="resuming from it would lose later steps") as refused:
             fit(resume=resume)
         assert "--fork" in str(refused.value.remedy)
     assert fit(resume=str(run / "checkpoints" / "step-00000012")).progress.step == 12
@@ -418,8 +418,8 @@ def test_a_fork_of_another_optimizer_and_data(fit: Fit, project: Path, capfd: py
     capfd.readouterr()
     outcome = fit("optim.name=sgd", "data.train=more.txt", "train.steps=16", fork="changed")
     warnings = capfd.readouterr().err
-    assert "only the weights are taken over" in warnings
-    assert "the data begins at its first sample" in warnings
+    assert "only the weights are loaded" in warnings
+    assert "the data starts at its first sample" in warnings
     assert outcome.run_dir == Path("runs") / "changed"
     assert list(losses(project / "runs" / "changed")) == [13, 14, 15, 16]
     assert outcome.progress.best_step is None or outcome.progress.best_step > 12
@@ -500,7 +500,7 @@ def test_a_run_that_another_process_begins_meanwhile_is_left_alone(fit: Fit, run
                 fit(*ONE_FORWARD, "optim.lr=0.02")
             return super().build_model()
 
-    with pytest.raises(UserError, match="was begun by another process"):
+    with pytest.raises(UserError, match="another process has just started the run"):
         fit(*ONE_FORWARD, "optim.lr=0.5", task=Slow)
     assert "lr: 0.02" in (run / "config.yaml").read_text()
     kept = losses(run)

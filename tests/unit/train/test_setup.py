@@ -106,8 +106,8 @@ def test_a_description_names_what_was_left_out() -> None:
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("parallel.fp8=tensorwise", "fp8 is for NVIDIA GPUs"),
-        ("task.cross_entropy=liger", "liger-kernel has kernels for CUDA devices"),
+        ("parallel.fp8=tensorwise", "fp8 needs NVIDIA GPUs"),
+        ("task.cross_entropy=liger", "liger-kernel only has kernels for CUDA devices"),
         ("task.attention=flash_attention_2", "flash attention is a CUDA kernel"),
     ],
 )

@@ -21,4 +21,4 @@ def test_a_save_that_takes_longer_than_the_lead_is_one_warning(
     fit()  # it saves several times
     log = (run / "logs" / "rank-0000.log").read_text()
     assert log.count(WARNING) == warnings
-    assert log.count("told to save only 1e-06 s before its time limit") == warnings
+    assert log.count("signalled to save only 1e-06 s before its time limit") == warnings

@@ -108,4 +108,4 @@ def test_dropout_matters_in_that_test(fit: Fit, project: Path) -> None:
 def test_a_trainer_starts_no_processes_and_says_so(processes: str, warns: bool, fit: Fit, run: Path) -> None:
     fit("train.steps=1", "optim.warmup=0", "eval.every=null", f"launch.nproc={processes}")
     log = (run / "logs" / "rank-0000.log").read_text()
-    assert ("a Trainer starts no others, though launch.nproc asks for 2" in log) is warns
+    assert ("a Trainer does not start the 2 processes of launch.nproc" in log) is warns

@@ -317,8 +317,12 @@ class CallsInherited(WrongModel):
 @pytest.mark.parametrize(
     ("task", "says", "remedy"),
     [
-        (WrongModel, "Task.forward, which WrongModel inherits, fails: TypeError", "mend what it is given (the model,"),
-        (CallsInherited, "CallsInherited.forward fails: TypeError", "mend the method"),
+        (
+            WrongModel,
+            "Task.forward, which WrongModel inherits, fails: TypeError",
+            "correct what it is given (the model,",
+        ),
+        (CallsInherited, "CallsInherited.forward fails: TypeError", "correct the method"),
     ],
 )
 def test_an_inherited_method_is_not_said_to_be_the_users(

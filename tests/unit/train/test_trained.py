@@ -128,7 +128,7 @@ def test_each_of_several_labels_has_a_probability_by_itself(project: Path) -> No
 
 
 def test_numbers_and_texts_have_no_probabilities(project: Path) -> None:
-    with pytest.raises(drawbar.UserError, match="does not say how likely its predictions are"):
+    with pytest.raises(drawbar.UserError, match="returns no probabilities"):
         drawbar.load_run("runs/ratings").probabilities(RATINGS)
     with pytest.raises(drawbar.UserError, match="CausalLM makes no predictions") as none:
         drawbar.load_run("runs/tiny").predict([{"text": "the load"}])
@@ -209,5 +209,5 @@ def test_a_run_of_a_script_goes_on_with_its_own_class_alone(tmp_path: Path) -> N
 
 
 def test_no_run(tmp_path: Path) -> None:
-    with pytest.raises(drawbar.UserError, match="is no run directory"):
+    with pytest.raises(drawbar.UserError, match="is not a run directory"):
         drawbar.load_run(tmp_path)

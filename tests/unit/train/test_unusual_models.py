@@ -131,7 +131,7 @@ def test_a_strategy_changes_nothing_and_a_resumed_run_is_the_same(
 
 
 def test_a_state_dict_of_copies_is_refused(fit: Fit, run: Path) -> None:
-    with pytest.raises(UserError, match=r"in its state_dict model.norm.1.factor is a copy"):
+    with pytest.raises(UserError, match=r"model.norm.1.factor in its state_dict is a copy"):
         fit(*SETTINGS, task=task_of(Copied))
     assert not run.exists()
 
@@ -140,7 +140,7 @@ def test_a_buffer_made_of_a_parameter_that_is_not_saved_is_refused_where_it_cann
     def make(size: int) -> nn.Module:
         return Teacher(size, persistent=False)
 
-    with pytest.raises(UserError, match="the buffer teacher of Teacher is made from a parameter, and is not saved"):
+    with pytest.raises(UserError, match="the buffer teacher of Teacher is computed from a parameter, but is not saved"):
         fit(*SETTINGS, FSDP, task=task_of(make))
     assert fit(*SETTINGS, task=task_of(make)).exit_code == ExitCode.DONE
 

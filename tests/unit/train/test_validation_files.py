@@ -38,5 +38,5 @@ def test_the_same_file_for_both(
     )
     data = DataSection.model_validate(settings | reader)
     warn_of_same_files(data, open_records(data, "train"), open_records(data, "validation"))
-    assert ("a file that data.train reads, too" in caplog.text) is warned
+    assert ("a file that data.train also reads" in caplog.text) is warned
     assert (str(tmp_path / "a.txt") in caplog.text) is warned

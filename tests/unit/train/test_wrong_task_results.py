@@ -72,10 +72,10 @@ class Zero(Points):
 @pytest.mark.parametrize(
     ("task", "says"),
     [
-        (Negative, "returns -1, which is no count"),
-        (NoNumberAtAll, "returns nan, which is no count"),
-        (TensorOfOne, "returns tensor(1), which is no count"),
-        (NothingReturned, "returns None, which is no count"),
+        (Negative, "returns -1, which is not a number"),
+        (NoNumberAtAll, "returns nan, which is not a number"),
+        (TensorOfOne, "returns tensor(1), which is not a number"),
+        (NothingReturned, "returns None, which is not a number"),
         (Zero, "returns 0 for a batch of 1 with a loss of"),
     ],
 )
@@ -126,8 +126,8 @@ class OnMeta(Points):
 @pytest.mark.parametrize(
     ("task", "says"),
     [
-        (ForgetsModel, "returns NoneType, and no torch.nn.Module"),
-        (NamesModel, "returns str, and no torch.nn.Module"),
+        (ForgetsModel, "returns NoneType, not a torch.nn.Module"),
+        (NamesModel, "returns str, not a torch.nn.Module"),
         (OnMeta, "returns a model without values: weight is on the meta device"),
     ],
 )

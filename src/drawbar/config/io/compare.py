@@ -17,50 +17,49 @@ from drawbar.errors import UserError
 MAY_CHANGE: dict[str, str] = {
     "launch": "how processes start, not what they compute",
     "tracking": "what is written about the run, not the run",
-    "callbacks": "what is done beside the run, not the run",
+    "callbacks": "what is done alongside the run, not the run",
     "device": "the same run on other hardware",
     "parallel": "every strategy computes the same update up to rounding; reduce_dtype and fp8 round differently",
     **dict.fromkeys(guest_sections(), "how or where it is computed, not what"),
-    "train.micro_batch": "the update does not depend on how a global batch is cut",
-    "checkpoint": "when the state is saved, not what it is",
-    "train.micro_batch_tokens": "the update does not depend on how a global batch is cut",
-    "train.steps": "training goes on up to this number; the learning rate of the steps to come is computed anew",
-    "train.epochs": "training goes on up to this number; the learning rate of the steps to come is computed anew",
-    "optim.schedule_steps": "the learning rate of the steps to come is computed anew",
+    "train.micro_batch": "the update does not depend on how a global batch is split",
+    "checkpoint": "when and how the state is saved, not what it is",
+    "train.micro_batch_tokens": "the update does not depend on how a global batch is split",
+    "train.steps": "training continues to this step; the learning rate of the remaining steps is recomputed",
+    "train.epochs": "training continues to this epoch; the learning rate of the remaining steps is recomputed",
+    "optim.schedule_steps": "the learning rate of the remaining steps is recomputed",
     "data.on_bad_record": "the readable records are the same; the run met no bad ones, or skipped them",
-    "data.padding_free": "the same numbers, added up in another order",
-    "data.workers": "the samples are the same, whoever encodes them",
-    "data.cache": "where encoded samples lie, not what they are",
-    "data.rebuild": "whether samples are encoded again; a run that goes on has the same ones",
+    "data.padding_free": "the same numbers, summed in another order",
+    "data.workers": "the samples are the same, whichever process encodes them",
+    "data.cache": "where encoded samples are stored, not what they are",
+    "data.rebuild": "whether samples are encoded again; a resumed run uses the same ones",
     "eval.every": "evaluation does not change the weights",
     "eval.at_start": "evaluation does not change the weights",
-    "eval.patience": "when to stop is decided anew",
-    "eval.micro_batch": "scores do not depend on how the data is cut",
+    "eval.patience": "when to stop is decided again",
+    "eval.micro_batch": "scores do not depend on how the data are split",
     "task.attention": "another kernel for the same numbers",
-    "task.cross_entropy": "the same loss, added up in another order",
-    "run.dir": "where the run lies; it may have been moved",
-    "run.name": "what the run is called; a fork has another name",
+    "task.cross_entropy": "the same loss, summed in another order",
+    "run.dir": "the location of the run, which may have been moved",
+    "run.name": "the name of the run; a fork has another name",
     "data.test": "training does not read it",
     "data.limit.test": "training does not read it",
 }
 """Settings and whole sections that may change when a run is resumed, each with the reason."""
 
 INHERITED_IF_AUTO = ("eval.mode",)
-"""Settings that a run's ``config.yaml`` holds resolved: a later ``auto`` keeps that value. (Others, such as the
-precision, stay ``auto`` in the file; the checkpoints hold what they stood for.)"""
+"""Settings that a run's ``config.yaml`` stores resolved: a later ``auto`` keeps that value. (Others, such as the
+precision, stay ``auto`` in the file; the checkpoints store their resolved values.)"""
 
 READING = (
     *("data.validation_share", "data.columns", "data.separator", "data.rename", "data.sample_by"),
     "data.on_bad_record",
 )
-"""How the records of every split are read."""
+"""Settings of how the records of every split are read."""
 
 LENGTH = ("train.steps", "train.epochs")
-"""How long to train: with another value, a complete run can go on."""
+"""Settings of how long to train: with a larger value, a complete run can continue."""
 
 SCHEDULE = (*LENGTH, "optim.schedule_steps")
-"""Settings of the learning-rate schedule, among those that may change: the learning rate of the steps to come is then
-another, so a change is logged."""
+"""Settings that may change, but affect the learning rate of the remaining steps, so a change is logged."""
 
 ABSENT = "(absent)"
 """Stands for a key that one of the two configurations does not have."""
@@ -76,8 +75,8 @@ class Difference:
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[Difference]:
-    """Settings that differ, without those that may (``MAY_CHANGE``) or that keep the stored value
-    (``INHERITED_IF_AUTO``, and columns that the shape of the records decided), by dotted key in the file's order."""
+    """Settings that differ, except those that may change (``MAY_CHANGE``) or keep the stored value
+    (``INHERITED_IF_AUTO``, and columns derived from the shape of the records), by dotted key in the file's order."""
     found = _all_differences(old, new)
     by_shape = [f"task.{name}" for name in COLUMNS_BY_SHAPE] if names_no_column(new.task) else []
     return [
@@ -88,14 +87,14 @@ def differences(old: RunConfig, new: RunConfig) -> list[Difference]:
 
 
 def render_differences(found: Sequence[Difference]) -> str:
-    """A table for people: a line for each setting with its old and its new value."""
+    """A human-readable table: a line per setting with its old and new value."""
     rows = [("setting", "was", "is now")] + [(item.key, show(item.old), show(item.new)) for item in found]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "\n".join(f"  {key:<{widths[0]}}  {was:<{widths[1]}}  {now}" for key, was, now in rows)
 
 
 def changed_records(old: RunConfig, new: RunConfig, split: str) -> list[str]:
-    """Changed settings that give a split other records than it had in the run; none if the run has no such split."""
+    """Changed settings that give a split other records than it had in the run; empty if the run has no such split."""
     shared = old.data.validation is None and old.data.validation_share is not None  # part of the training data
     splits = [split, "train"] if split == "validation" and shared else [split]
     if all(getattr(old.data, name) is None for name in splits):
@@ -109,14 +108,15 @@ def check_same(folder: Path, config: RunConfig, stored_step: int | None = None) 
     """Check that an existing run can be resumed with this configuration.
 
     Args:
-        folder: the run directory; or, of a run in an object store, one that has nothing but its ``config.yaml``.
-        stored_step: the newest step that the object store has; None for a run directory.
+        folder: the run directory; for a run in an object store, a folder with only its ``config.yaml``.
+        stored_step: the newest step in the object store; None for a run directory.
 
     Returns:
-        What differs in how long it trains, and in how long its schedule is.
+        Changes in the length of the training and of its schedule.
 
     Raises:
-        UserError: ``config`` is another run's, or asks for fewer steps than were made; or the run's own is damaged.
+        UserError: ``config`` belongs to another run, or asks for fewer steps than were made; or the run's own
+            configuration is damaged.
     """
     with config_of_run(folder) as path:
         old = load_config(path, task=type(config.task)).config
@@ -129,7 +129,7 @@ def check_same(folder: Path, config: RunConfig, stored_step: int | None = None) 
         raise UserError(
             what,
             where=str(folder),
-            remedy=f"to go on with the run, set {_as_before(changed)}; or, for a new one, choose another run.name"
+            remedy=f"to resume the run, set {_as_before(changed)}; for a new one, choose another run.name"
             f"{_other_ways(made) if stored_step is None else ''}",
         )
     if config.train.steps is not None:
@@ -138,8 +138,8 @@ def check_same(folder: Path, config: RunConfig, stored_step: int | None = None) 
 
 
 def changed_schedule(source: Path, config: RunConfig) -> list[Difference]:
-    """What a fork changes in how long the run ``source`` trains, and in how long its schedule is. Of the source only
-    the text of its configuration is read, as its task may be one that is not known here."""
+    """A fork's changes in the length of the training and the schedule of the run ``source``. Reads only the text of the
+    source's configuration, as its task may be unknown here."""
     path = source / "config.yaml"
     values = read_file(path).values if path.exists() else {}
     then = {f"{name}.{key}": value for name in ("train", "optim") for key, value in (values.get(name) or {}).items()}
@@ -157,44 +157,44 @@ def check_not_fewer_steps(made: int, total_steps: int, config: TrainSection) -> 
     """Refuse to train for fewer steps than were made.
 
     Args:
-        made: steps of the checkpoint to go on from.
-        total_steps: what ``config`` asks for.
+        made: steps of the checkpoint to resume from.
+        total_steps: number of steps that ``config`` asks for.
     """
     if made > total_steps:
         setting, value = _length(config)
         raise UserError(
             f"{setting}={value} asks for {total_steps:,} steps, but {made:,} are made already",
             where=setting,
-            remedy=f"set {setting} to what makes {made:,} steps or more; or begin a new run under another run.name",
+            remedy=f"set {setting} to a value of {made:,} steps or more, or start a new run under another run.name",
         )
 
 
 def check_new_steps(made: int, total_steps: int, config: TrainSection) -> None:
-    """Refuse a new run without a step to make: all were made by the run whose checkpoint it begins from. Arguments as
-    for ``check_not_fewer_steps``."""
+    """Refuse a new run that has no steps left to make after those of the checkpoint it starts from. Arguments as for
+    ``check_not_fewer_steps``."""
     if made >= total_steps:
         setting, value = _length(config)
         raise UserError(
-            f"{setting}={value} asks for {total_steps:,} steps, and the run that it begins from has made {made:,}",
+            f"{setting}={value} asks for {total_steps:,} steps, and the run that it starts from has made {made:,}",
             where=setting,
-            remedy=f"set {setting} to what makes more than {made:,} steps",
+            remedy=f"set {setting} to a value of more than {made:,} steps",
         )
 
 
 def _other_ways(made: int) -> str:
-    """What else can be done with a run directory of other settings."""
+    """Other remedies for a run directory with other settings."""
     if made:
-        return ", or delete the folder; or go on from its weights under a new name: --fork NEWNAME"
+        return ", or delete the folder; or continue from its weights under a new name: --fork NEWNAME"
     return ", or delete the folder, which has no checkpoint yet"
 
 
 def _length(config: TrainSection) -> tuple[str, float | None]:
-    """The setting that says how long to train, and its value."""
+    """The setting that determines how long to train, and its value."""
     return ("train.epochs", config.epochs) if config.steps is None else ("train.steps", config.steps)
 
 
 def _newest_step(folder: Path) -> int:
-    """The step of a run's newest checkpoint, by its name alone; 0 where there is none."""
+    """The step of a run's newest checkpoint, from its name only; 0 if there is none."""
     steps = [path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*/")]
     return max((int(step) for step in steps if step.isdigit()), default=0)
 
@@ -204,7 +204,7 @@ def _all_differences(old: RunConfig, new: RunConfig) -> Iterator[Difference]:
 
 
 def _as_before(changed: Sequence[Difference]) -> str:
-    """The old values as ``key=value`` arguments; if only a default has changed, there is no line of a file to edit."""
+    """The old values as ``key=value`` arguments: if only a default has changed, there is no line to edit in a file."""
     if len(changed) > 3 or any(item.old == ABSENT for item in changed):
         return "these as they were"
     return " ".join(shlex.quote(f"{item.key}={show(item.old)}") for item in changed)

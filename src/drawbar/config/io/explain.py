@@ -1,4 +1,4 @@
-"""The configuration explained: a setting to a user at the terminal, all of them to an editor, as a JSON schema."""
+"""Explains the configuration: a setting to a user at the terminal, or all of them to an editor, as a JSON schema."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from drawbar.errors import UserError
 
 
 def explain(key: str, loaded: LoadedConfig) -> str:
-    """Value, origin, type, default and meaning of one setting; of a section, its settings with a line each.
+    """Value, origin, type, default and meaning of one setting; for a section, one line per setting.
 
     Raises:
         UserError: there is no such key.
@@ -43,8 +43,8 @@ def schema_json(task: type[TaskConfig] | None = None) -> dict[str, Any]:
     """The JSON schema of a configuration file, for editors.
 
     Args:
-        task: the options under ``task:``; None for those of whichever built-in task ``task.type`` names, and any
-            options of a user's own task.
+        task: the options under ``task:``; None for those of the built-in task that ``task.type`` names, and arbitrary
+            options for a user's own task.
     """
     schema = run_config_type(task or CausalLMConfig).model_json_schema(schema_generator=TolerantJsonSchema)
     if task is None:
@@ -56,7 +56,7 @@ def schema_json(task: type[TaskConfig] | None = None) -> dict[str, Any]:
 
 
 def _schema_by_type() -> dict[str, Any]:
-    """The JSON schema of the section ``task``: its options are those of the task that ``type`` names."""
+    """The JSON schema of the section ``task``, with the options of the task that ``type`` names."""
     words = {"anyOf": [{"enum": list(BUILT_IN_TASKS)}, {"type": "string"}]}
     meaning = TaskConfig.model_fields["type"].description
     by_type = [
@@ -66,7 +66,7 @@ def _schema_by_type() -> dict[str, Any]:
         }
         for name, options in BUILT_IN_TASKS.items()
     ]
-    # without a type it is causal_lm, or the task of the script that reads the file, whose options may be any
+    # without a type it is causal_lm, or the task of the script that reads the file, with arbitrary options
     untyped = {"if": {"not": {"required": ["type"]}}, "then": {"anyOf": [{"$ref": "#/$defs/CausalLMConfig"}, {}]}}
     properties = {"type": {**words, "description": meaning}}
     return {"type": "object", "properties": properties, "allOf": [*by_type, untyped]}
@@ -83,7 +83,7 @@ def _explain_section(section: Setting, loaded: LoadedConfig, known: dict[str, Se
 
 
 def _explain_free(key: str, loaded: LoadedConfig, known: dict[str, Setting]) -> str:
-    """A key of a mapping whose keys the schema does not know, such as ``task.from_scratch.n_layer``."""
+    """Explain a key of a mapping with arbitrary keys, such as ``task.from_scratch.n_layer``."""
     holder = next((known[ancestor] for ancestor in ancestors(key) if ancestor in known), None)
     if holder is None or not holder.is_mapping:
         meant = suggestions(known, key)

@@ -1,4 +1,4 @@
-"""The catalogue of settings: type in words, default and meaning of each, read from the pydantic models."""
+"""The catalogue of settings, read from the pydantic models: the type in words, the default and the meaning of each."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from drawbar.config.io.other_names import our_names
 from drawbar.errors import nearest
 
 REQUIRED = "(required)"
-"""Shown as the default of a setting that has none."""
+"""Shown as the default of a required setting."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Setting:
     allowed: str
     """The type in words, such as ``whole number >= 1 | auto``."""
     words: tuple[str, ...]
-    """The exact words among what is allowed, such as ``auto``."""
+    """The literal words among the allowed values, such as ``auto``."""
     default: Any
     meaning: str
     is_section: bool
     is_mapping: bool
-    """Holds keys that the schema does not know, such as ``task.from_scratch``."""
+    """Whether it is a mapping with arbitrary keys, such as ``task.from_scratch``."""
     holds_sections: bool
-    """Such a mapping in which each key has a section of options, such as ``tracking.trackers``."""
+    """Whether it is such a mapping in which each key has a section of options, such as ``tracking.trackers``."""
 
     @property
     def takes_number(self) -> bool:
@@ -40,7 +40,7 @@ class Setting:
 
 
 class TolerantJsonSchema(GenerateJsonSchema):
-    """JSON schemas of models with fields of any type: one that JSON Schema has no name for may be anything."""
+    """JSON schemas for models with fields of any type: types unknown to JSON Schema allow any value."""
 
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}
 
@@ -55,15 +55,15 @@ def catalogue(model: type[BaseModel]) -> dict[str, Setting]:
 
 
 def children(settings: dict[str, Setting], section: str) -> dict[str, Setting]:
-    """The settings directly inside a section, by their names; ``""`` is the top level."""
+    """The settings directly inside a section, by name; ``""`` is the top level."""
     prefix = f"{section}." if section else ""
     inside = {key.removeprefix(prefix): found for key, found in settings.items() if key.startswith(prefix)}
     return {name: found for name, found in inside.items() if "." not in name}
 
 
 def suggestions(settings: dict[str, Setting], key: str) -> list[str]:
-    """Settings that a user who wrote ``key`` may have meant: ours for another trainer's name; else the nearest spelling
-    in the same section, and settings of the same name in others."""
+    """Settings that a user who wrote ``key`` may have meant: drawbar's setting for another trainer's name; else the
+    nearest spelling in the same section, and settings with the same name in others."""
     ours = [setting for setting in our_names(key) if setting.partition("=")[0] in settings]
     if ours:
         return ours
@@ -81,7 +81,7 @@ def suggestions(settings: dict[str, Setting], key: str) -> list[str]:
 
 
 def lookup(config: BaseModel, key: str) -> Any:
-    """The value at a dotted key; None where a section above it is not set, or is no section."""
+    """The value at a dotted key; None if a section above it is not set, or is not a section."""
     value: Any = config
     for name in key.split("."):
         if isinstance(value, BaseModel):
@@ -92,7 +92,7 @@ def lookup(config: BaseModel, key: str) -> Any:
 
 
 def show(value: Any) -> str:
-    """A value as one would type it on the command line."""
+    """A value as typed on the command line."""
     return value if isinstance(value, str) else json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)
 
 
@@ -121,13 +121,13 @@ def _collect(model: type[BaseModel], prefix: str) -> dict[str, Setting]:
 
 
 def _takes_object(values: Any) -> bool:
-    """Whether a JSON schema of a mapping's values says that they are mappings, among others."""
+    """Whether the JSON schema of a mapping's values allows mappings."""
     options = values.get("anyOf", [values]) if isinstance(values, dict) else []
     return any(option.get("type") == "object" for option in options)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The models that a field may hold: its type, or members of a union."""
+    """The models that a field may contain: its type, or members of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [arg for arg in get_args(annotation) if isinstance(arg, type) and issubclass(arg, BaseModel)]
@@ -138,7 +138,7 @@ def _default(info: FieldInfo) -> Any:
 
 
 def _first_line(annotation: Any) -> str:
-    """The first line of a section's docstring, for a field without a text below it."""
+    """The first line of a section's docstring, for a field without its own docstring."""
     is_own_class = isinstance(annotation, type) and annotation.__module__ != "builtins"
     doc = annotation.__doc__ if is_own_class else None
     return doc.strip().splitlines()[0] if doc else ""
@@ -154,7 +154,7 @@ def _words(part: dict[str, Any]) -> list[str]:
 
 
 def _describe(part: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """A JSON schema in a few words."""
+    """Describe a JSON schema in a few words."""
     match part:
         case {"anyOf": options}:
             return " | ".join(_describe(option, definitions) for option in options)

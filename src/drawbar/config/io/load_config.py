@@ -36,12 +36,12 @@ ALTERNATIVES: tuple[tuple[str, ...], ...] = (
     ("data.validation", "data.validation_share"),
     *(tuple(f"data.{split}.{form}" for form in ("files", "parallel", "dataset")) for split in _SPLITS),
 )
-"""Of each of these, one at most is set. The default of each leaves the matter to the others."""
+"""Groups of alternatives, of which at most one may be set."""
 
 
 def replace_alternatives(settings: Settings) -> None:
-    """Where the command line sets one of several alternatives, drop the others that it does not set itself, and note
-    it. Both in one place stay, and are refused."""
+    """If the command line sets one of several alternatives, drop the others that it does not set itself, with a note.
+    Alternatives set in the same place are kept, and refused later."""
     for keys in ALTERNATIVES:
         chosen = [key for key in keys if _value(settings, key) not in (None, [], "auto")]
         given = [key for key in chosen if _origin(settings, key).argument is not None]
@@ -58,7 +58,7 @@ def replace_alternatives(settings: Settings) -> None:
 
 
 def _origin(settings: Settings, key: str) -> Origin:
-    """Of a section that was not given as a whole: that of the first of its keys."""
+    """The origin of a setting; for a section that was not given as a whole, that of its first key."""
     inside = (origin for known, origin in settings.origins.items() if known.startswith(f"{key}."))
     return settings.origins.get(key) or next(inside, DEFAULT)
 
@@ -71,23 +71,23 @@ def _value(settings: Settings, key: str) -> Any:
 
 
 SCRIPT_FILE = "script.json"
-"""In a run directory: which script defines the task, where ``task.type`` does not name its class."""
+"""File in the run directory that names the script that defines the task, if ``task.type`` does not name its class."""
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration, and where each of its settings came from."""
+    """A configuration, and the origin of each setting."""
 
     config: RunConfig
     origins: Mapping[str, Origin]
-    """Origin by dotted key, of the keys that were given."""
+    """Origins of the given keys, by dotted key."""
     path: Path | None
-    """The YAML file; None where there is none."""
+    """The YAML file, if any."""
     notes: tuple[str, ...] = ()
-    """What the command line has replaced besides the settings that it names."""
+    """Notes about alternatives that the command line has replaced."""
 
     def origin(self, key: str) -> Origin:
-        """Where the setting came from; a section that was not given as a whole, from where its first key did."""
+        """The origin of a setting; for a section that was not given as a whole, that of its first key."""
         inside = (origin for given, origin in self.origins.items() if given.startswith(f"{key}."))
         return self.origins.get(key) or next(inside, DEFAULT)
 
@@ -97,24 +97,23 @@ def load_config(
     overrides: Sequence[str] = (),
     task: type[Any] | None = None,
 ) -> LoadedConfig:
-    """Read a YAML file, merge ``a.b.c=VALUE`` arguments over it (VALUE is YAML), and check the whole.
+    """Read a YAML file, merge ``a.b.c=VALUE`` arguments over it (VALUE is YAML), and validate the result.
 
-    Sections merge; a value or a list replaces, and so does another way to say the same (``train.steps`` for
-    ``train.epochs``). ``task`` is a task class of your own, or its ``Config``; where it is not given, ``task.type``
-    names it.
+    Sections are merged; values and lists are replaced, as are alternatives (``train.steps`` replaces ``train.epochs``).
+    ``task`` is your own task class, or its ``Config``; by default, ``task.type`` names it.
 
     Raises:
-        UserError: one error with a line for every problem: place, key, what is allowed, the nearest spelling.
+        UserError: a single error with a line per problem: location, key, what is allowed, the nearest spelling.
     """
     options = task if task is None or issubclass(task, TaskConfig) else task.Config
     return check_settings(read_settings(path, overrides), options)
 
 
 def read_settings(path: str | Path | None, overrides: Sequence[str] = (), profile: Settings | None = None) -> Settings:
-    """The first part of ``load_config``: what was given, merged, and not yet checked. Imports no code of the user's.
+    """The first part of ``load_config``: the given settings, merged but not yet validated. Imports no user code.
 
     Args:
-        profile: settings that the file and the arguments overrule.
+        profile: settings that the file and the arguments override.
     """
     settings = read_file(Path(path)) if path is not None else Settings()
     if profile is not None:
@@ -126,7 +125,7 @@ def read_settings(path: str | Path | None, overrides: Sequence[str] = (), profil
 
 
 def check_settings(settings: Settings, task: type[TaskConfig] | None = None) -> LoadedConfig:
-    """The other part of ``load_config``; it imports the module of the user's that ``task.type`` names."""
+    """The second part of ``load_config``; imports the user's module that ``task.type`` names."""
     for name in left_out_folders(SECTIONS_GROUP):
         if settings.values.get(name, "") is None:  # the configuration of a run that was trained where they are there
             del settings.values[name]
@@ -138,13 +137,13 @@ def check_settings(settings: Settings, task: type[TaskConfig] | None = None) -> 
             _expect_no_script(settings.path.parent, str(settings.path))
         task = _task_config(settings)
         if task is None:
-            # Its options cannot be judged, but the rest of the file can.
+            # Its options cannot be checked, but the rest of the file can.
             task, settings.values["task"] = TaskConfig, {}
     config_type = run_config_type(task)
     config = None
     try:
-        # Checked as JSON, not as Python: strict, yet a YAML list is a tuple and a YAML string is a path where the
-        # field says so. A task's own options may be of any type that pydantic reads.
+        # Validated as JSON, not as Python: strict, but a YAML list may become a tuple, and a YAML string a path. A
+        # task's own options may have any type that pydantic can read.
         config = config_type.model_validate_json(json.dumps(settings.values))
     except ValidationError as error:
         report_errors(error, config_type, settings)
@@ -157,10 +156,10 @@ def check_settings(settings: Settings, task: type[TaskConfig] | None = None) -> 
 def load_run_config(
     run: str | Path, overrides: Sequence[str] = (), task: type[TaskConfig] | None = None
 ) -> LoadedConfig:
-    """The configuration of a run directory, wherever it lies now.
+    """The configuration of a run directory, at its current location.
 
     Raises:
-        UserError: the folder holds no run, or a damaged one.
+        UserError: the folder is not a run directory, or is damaged.
     """
     folder = run_folder(run)
     if task is None and not any(setting.startswith(("task.type=", "task=")) for setting in overrides):
@@ -171,8 +170,8 @@ def load_run_config(
 
 
 def script_of_run(folder: Path) -> tuple[Path, str] | None:
-    """The script that defines the task of a run, and the class; None where ``task.type`` names it. Runs of drawbars
-    that did not write it down have None, too."""
+    """The script that defines the task of a run, and the class; None if ``task.type`` names the class, or if the run
+    was made by an older drawbar that did not record it."""
     try:
         script = json.loads((folder / SCRIPT_FILE).read_text("utf-8"))
         return Path(script["script"]), script["class"]
@@ -181,7 +180,7 @@ def script_of_run(folder: Path) -> tuple[Path, str] | None:
 
 
 def _expect_no_script(folder: Path, where: str) -> None:
-    """Refuse a run whose task is a class that a script defines, and that ``task.type`` does not name."""
+    """Refuse a run whose task is a class defined in a script and not named by ``task.type``."""
     found = script_of_run(folder)
     if found is None:
         return
@@ -189,21 +188,21 @@ def _expect_no_script(folder: Path, where: str) -> None:
     raise UserError(
         f"the task of this run is the class {name} of the script {path}, which `drawbar` does not know",
         where=where,
-        remedy=f"give the command to the script (`python {path} …`); or, where the command takes settings, set "
+        remedy=f"run the command through the script (`python {path} …`); or, if the command takes settings, set "
         f"task.type={path.stem}:{name} in the folder of the script; in Python, load_run(…, task={name})",
     )
 
 
 def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:
-    """The configuration as YAML with every default written out; ``load_config`` reads it back to an equal one.
+    """The configuration as YAML with every default; ``load_config`` reads it back to an equal one.
 
     Args:
-        config: what to write.
-        comments: texts to write behind the settings with these dotted keys.
+        config: the configuration to write.
+        comments: comments to add to settings, by dotted key.
     """
     yaml = YAML()
     yaml.Representer = _Representer
-    # A folded line could not carry a comment, and is hard to search.
+    # A folded line cannot have a comment, and is hard to search.
     yaml.width = 2**20
     stream = StringIO()
     yaml.dump(_tree(config.model_dump(mode="json"), comments or {}, ""), stream)
@@ -211,7 +210,7 @@ def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> s
 
 
 class _Representer(RoundTripRepresenter):
-    """Writes ``null``, where ruamel leaves the place empty, and escapes what is not printable."""
+    """Writes ``null`` where ruamel would leave the value empty, and escapes unprintable characters."""
 
 
 def _represent_none(representer: RoundTripRepresenter, _: None) -> ScalarNode:
@@ -219,8 +218,8 @@ def _represent_none(representer: RoundTripRepresenter, _: None) -> ScalarNode:
 
 
 def _represent_text(representer: RoundTripRepresenter, text: str) -> ScalarNode:
-    # Only double quotes can escape; U+0085, for one, would otherwise be read back as a line break. A key that begins
-    # with ? would not be read back as text.
+    # Only double-quoted text supports escapes; U+0085, for one, would otherwise be read back as a line break. A key
+    # that starts with ? would not be read back as text.
     plain = text.isprintable() and not text.startswith("?")
     return representer.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
 
@@ -254,7 +253,7 @@ def _one_error(problems: list[str]) -> UserError:
 
 
 def _task_config(settings: Settings) -> type[TaskConfig] | None:
-    """The options of the task that ``task.type`` names; None if there is no such task, which is then reported."""
+    """The options of the task that ``task.type`` names; reports a problem and returns None if there is no such task."""
     section = settings.values.get("task")
     name = section.get("type", "causal_lm") if isinstance(section, dict) else "causal_lm"
     if not isinstance(name, str):
@@ -269,10 +268,10 @@ def _task_config(settings: Settings) -> type[TaskConfig] | None:
 
 
 def _config_of(name: str) -> type[TaskConfig]:
-    """``Config`` of a task that is not a built-in one."""
+    """``Config`` of a task that is not built in."""
     config = getattr(find_by_name(TASKS, name, "task.type", "Class"), "Config", None)
     if isinstance(config, type) and issubclass(config, TaskConfig):
         return config
     raise UserError(
-        f"{name} is no task", remedy="name a class that has a class `Config`, which subclasses drawbar.TaskConfig"
+        f"{name} is not a task", remedy="name a class with a class `Config` that subclasses drawbar.TaskConfig"
     )

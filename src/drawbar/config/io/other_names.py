@@ -1,6 +1,6 @@
 """Translates setting names of transformers, Lightning and axolotl to drawbar's.
 
-For people who bring a configuration along: an unknown key that is one of these is answered with ours.
+For users who bring an existing configuration: an unknown key that is one of these is answered with drawbar's setting.
 """
 
 OUR_NAMES: dict[str, tuple[str, ...]] = {
@@ -154,7 +154,7 @@ OUR_NAMES: dict[str, tuple[str, ...]] = {
     "wandb_mode": ("tracking.trackers",),
     "profiler": ("tracking.profile",),
 }
-"""Settings (``key``, or ``key=value`` where a value of it is meant) by what others call them."""
+"""drawbar's settings (``key``, or ``key=value``) by other programs' names."""
 
 
 def our_names(key: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Pydantic's errors, put into words that a user of the YAML file can act on: one line for each key."""
+"""Translates pydantic's errors for users of a YAML file: one line per key."""
 
 import json
 import math
@@ -19,8 +19,8 @@ from drawbar.util.registry import left_out_folders
 def report_errors(error: ValidationError, model: type[BaseModel], settings: Settings) -> None:
     """Add every error of ``error`` to ``settings.problems``.
 
-    A value that fits no branch of a union makes one error for each branch; they become one problem. Where a branch
-    looked inside the value (a list, a section), only the deeper problem is kept.
+    A value that matches no branch of a union gives one error per branch; they become one problem. If a branch looked
+    inside the value (a list, a section), only the deeper problem is kept.
     """
     by_key: dict[str, list[Any]] = defaultdict(list)
     for found in error.errors(include_url=False):
@@ -34,7 +34,7 @@ def report_errors(error: ValidationError, model: type[BaseModel], settings: Sett
 
 
 def report_missing_values(model: type[BaseModel], settings: Settings) -> None:
-    """Add a problem for each argument without a value. It proposes ``KEY=null`` where that is allowed."""
+    """Add a problem for each argument without a value, suggesting ``KEY=null`` if allowed."""
     known = catalogue(model)
     for argument in settings.without_value:
         advice = _advice_for_no_value(argument.partition("=")[0], known)
@@ -79,7 +79,7 @@ def _reason(key: str, errors: list[Any], known: dict[str, Setting]) -> str:
         if holder is not None:  # pydantic would show the pattern
             return f"expected {holder.allowed}, with {_show(value)} among them"
     if key not in known:
-        # An item of a list or of a mapping: pydantic's words are about the item, the catalogue's about the whole.
+        # An item of a list or mapping: pydantic describes the item, the catalogue the whole.
         return f"{errors[0]['msg'].replace('Input should be', 'expected')}, got {_show(value)}"
     setting = known[key]
     if setting.is_section:
@@ -104,7 +104,7 @@ def _unknown_key(key: str, known: dict[str, Setting]) -> str:
 
 
 def _tasks_with(key: str) -> str:
-    """The built-in tasks that have this option, in words; empty for none, and for a key outside of ``task``."""
+    """The built-in tasks with this option, in words; empty if there are none, and for a key outside ``task``."""
     section, _, option = key.rpartition(".")
     names = [name for name, config in BUILT_IN_TASKS.items() if section == "task" and option in config.model_fields]
     return " or ".join(names)
@@ -120,18 +120,18 @@ def _section_hint(section: str, value: Any, known: dict[str, Setting]) -> str:
 
 
 def _quoting_hint(key: str, errors: list[Any], known: dict[str, Setting], origins: Mapping[str, Origin]) -> str:
-    """How to write a text with a colon, which YAML reads as a key and its value (``translate: ``); or nothing."""
+    """How to quote a text with a colon, which YAML reads as a key and a value (``translate: ``); or empty."""
     if not isinstance(errors[0]["input"], dict) or key not in known or "text" not in known[key].allowed.split(" | "):
         return ""
     arguments = [origin.argument for place, origin in origins.items() if place == key or place.startswith(f"{key}.")]
     if arguments and arguments[0] and arguments[0].startswith(f"{key}="):
         text = arguments[0].partition("=")[2]
-        return f"; a text with a colon needs quotes of its own: '{key}=\"{text}\"'"
+        return f"; a text with a colon needs its own quotes: '{key}=\"{text}\"'"
     return "; a text with a colon needs quotes"
 
 
 def _hint(value: Any, setting: Setting) -> str:
-    """The value that was probably meant, as a question; or nothing."""
+    """The value that was probably meant, as a question; or empty."""
     if setting.holds_sections:
         given = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
         sections = ", ".join(f"{name}: {{}}" for name in given or ["NAME"])
@@ -143,12 +143,12 @@ def _hint(value: Any, setting: Setting) -> str:
 
 
 def _default_hint(value: Any, setting: Setting) -> str:
-    """The default, for who wrote null to get it back; or nothing."""
+    """The default, for users who wrote null to restore it; or empty."""
     return "" if value is not None or setting.default == REQUIRED else f"; the default is {show(setting.default)}"
 
 
 USUAL_WORDS = {"gpu": "cuda"}
-"""Other programs' words for our values, which are spelled too differently to be found by their spelling."""
+"""Other programs' words for drawbar's values that are spelled too differently for a spelling suggestion."""
 
 
 def _meant(value: Any, setting: Setting) -> str | None:
@@ -170,7 +170,7 @@ def _meant(value: Any, setting: Setting) -> str | None:
 
 
 def _number(text: str) -> str | None:
-    """``"1,000"`` → ``1000``; ``"5%"`` → ``0.05``; None for what is no number."""
+    """``"1,000"`` → ``1000``; ``"5%"`` → ``0.05``; None if it is not a number."""
     text = text.replace(",", "").replace(" ", "")
     try:
         number = float(text.removesuffix("%"))

@@ -21,11 +21,11 @@ from drawbar.util.run_dir import is_run_dir
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a setting came from: ``config.yaml:12``, ``command line`` or ``default``."""
+    """The origin of a setting: ``config.yaml:12``, ``command line`` or ``default``."""
 
     source: str
     argument: str | None = field(default=None, compare=False)
-    """The command-line argument as it was typed."""
+    """The command-line argument, as typed."""
 
     def __str__(self) -> str:
         return self.source
@@ -34,25 +34,25 @@ class Origin:
 DEFAULT = Origin("default")
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""One half of a UTF-16 pair: a UTF-8 file cannot hold it."""
+"""A lone surrogate, which a UTF-8 file cannot contain."""
 
 
 @dataclass
 class Settings:
-    """Plain data as JSON knows it, the origin of every dotted key in it, and what is wrong so far, a line each."""
+    """Plain JSON-like data, the origin of every dotted key in it, and the problems found so far, one line each."""
 
     path: Path | None = None
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What the command line has replaced besides the settings that it names."""
+    """Notes about alternatives that the command line has replaced."""
     without_value: list[str] = field(default_factory=list)
-    """Arguments such as ``run.name=``; the configuration's class says what their values may be: see
+    """Arguments without a value, such as ``run.name=``; reported once the allowed values are known: see
     ``report_missing_values``."""
 
     def report(self, key: str, text: str) -> None:
-        """Add a problem, as a line ``PLACE: KEY: TEXT``; the place is where the key was given."""
+        """Add a problem, as a line ``PLACE: KEY: TEXT``, where PLACE is the origin of the key."""
         inside = [known for known in self.origins if known.startswith(f"{key}.")]
         places = [key, *inside, *ancestors(key)]
         origin = next((self.origins[place] for place in places if place in self.origins), None)
@@ -72,7 +72,7 @@ def ancestors(key: str) -> list[str]:
 
 
 _MOST_VALUES = 1_000_000
-"""Upper limit on the values of a file: a few lines of aliases of aliases could stand for more than memory holds."""
+"""Maximum number of values in a file: a few lines of nested aliases could expand to more than fits into memory."""
 
 
 class _Constructor(RoundTripConstructor):
@@ -90,15 +90,15 @@ def parse_yaml(text: str) -> Any:
     try:
         value = yaml.load(text)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        # Errors that ruamel does not catch: a tag does not fit its value (`!!int x`), or a number is far too long.
+        # Errors that ruamel does not catch: a tag does not match its value (`!!int x`), or a number is far too long.
         raise YAMLError(f"a value cannot be read: {error}") from error
     if _count_values(value, {}) > _MOST_VALUES:
-        raise YAMLError(f"its aliases stand for more than {_MOST_VALUES:,} values")
+        raise YAMLError(f"its aliases expand to more than {_MOST_VALUES:,} values")
     return value
 
 
 def _count_values(value: Any, known: dict[int, int]) -> int:
-    """How many values it is when each alias is replaced by what it stands for."""
+    """Number of values after expanding all aliases."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     if id(value) not in known:
         known[id(value)] = 1 + sum(_count_values(one, known) for one in inner)
@@ -106,49 +106,49 @@ def _count_values(value: Any, known: dict[int, int]) -> int:
 
 
 def run_folder(run: str | Path) -> Path:
-    """The absolute path of a run directory. Raises UserError where the folder holds no run."""
+    """The absolute path of a run directory. Raises UserError if the folder is not one."""
     folder = Path(run).absolute()
     if is_run_dir(folder):
         return folder
     if (folder / "config.yaml").is_file():
         raise UserError(
-            f"{run} is no run directory: it has a config.yaml, and nothing that a run writes beside it",
+            f"{run} is not a run directory: it has a config.yaml, but none of a run's other files",
             where="RUN",
             remedy="give the directory of a run: it is RUN.DIR/RUN.NAME of that configuration",
         )
     guess = nearest_run(folder)
     raise UserError(
-        f"{run} is no run directory: it has no config.yaml",
+        f"{run} is not a run directory: it has no config.yaml",
         where="RUN",
         remedy=f"did you mean {guess}?" if guess else "give the folder that training wrote",
     )
 
 
 def nearest_run(folder: Path) -> Path | None:
-    """The run beside a folder that is named most like it; None where none is."""
+    """The run in the same parent folder with the most similar name, if any."""
     runs = [path.parent.name for path in folder.parent.glob("*/config.yaml") if is_run_dir(path.parent)]
     guess = nearest(folder.name, sorted(runs))
     return folder.parent / guess if guess else None
 
 
 class NoSettings(UserError):
-    """A file cannot be read as keys and values at all, so no setting in it was looked at."""
+    """A file cannot be read as keys and values, so none of its settings was checked."""
 
 
 @contextmanager
 def config_of_run(folder: Path) -> Iterator[Path]:
-    """Context for reading a run's own ``config.yaml``: drawbar wrote it completely, so if it cannot be parsed, it
-    is reported as damaged, and not as a mistake of the user."""
+    """Context manager for reading a run's own ``config.yaml``, which drawbar wrote: if it cannot be parsed, it is
+    reported as damaged rather than as a user's mistake."""
     path = folder / "config.yaml"
     try:
         if not read_text(path).endswith("\n"):
-            raise NoSettings("it is empty, or cut short")
+            raise NoSettings("it is empty or truncated")
         yield path
     except NoSettings as error:
         raise UserError(
             f"this run's own config.yaml is damaged: {error.what}",
             where=str(path),
-            remedy="restore it from a copy; or write it anew from the settings of the run: "
+            remedy="restore it from a copy, or recreate it from the settings of the run: "
             f"`drawbar config show CONFIG [KEY=VALUE]... > {path}`",
         ) from error
 
@@ -157,7 +157,7 @@ def read_file(path: Path) -> Settings:
     """The settings of a YAML file.
 
     Raises:
-        NoSettings: it is no YAML mapping.
+        NoSettings: it is not a YAML mapping.
         UserError: the file cannot be read.
     """
     text = read_text(path)
@@ -178,7 +178,7 @@ def read_file(path: Path) -> Settings:
         )
     if not isinstance(tree, Mapping):
         raise NoSettings(
-            "the file holds no keys and values at its top level",
+            "the file has no keys and values at its top level",
             where=str(path),
             remedy="write sections such as `train: {steps: 100}`",
         )
@@ -186,7 +186,7 @@ def read_file(path: Path) -> Settings:
 
 
 def apply_override(settings: Settings, argument: str) -> None:
-    """Merge ``a.b.c=VALUE`` into ``settings``; what is wrong with it is added to ``settings.problems``."""
+    """Merge ``a.b.c=VALUE`` into ``settings``; add any problem to ``settings.problems``."""
 
     def refuse(reason: str) -> None:
         settings.problems.append(f"command line: {argument}: {reason}")
@@ -217,7 +217,7 @@ def apply_override(settings: Settings, argument: str) -> None:
 
 
 def merge_over(base: Settings, top: Settings) -> Settings:
-    """``top`` merged over ``base``: sections merge; a value or a list replaces."""
+    """``top`` merged over ``base``: sections are merged; values and lists are replaced."""
     merged = Settings(top.path, base.values, base.origins, base.problems + top.problems)
     _merge(merged.values, top.values, merged.origins, "")
     merged.origins |= top.origins
@@ -225,7 +225,7 @@ def merge_over(base: Settings, top: Settings) -> Settings:
 
 
 def nearest_file(path: Path) -> Path | None:
-    """The file spelled most like ``path`` in the same folder."""
+    """The file in the same folder whose name is most similar to ``path``."""
     try:
         names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
     except OSError:
@@ -235,7 +235,7 @@ def nearest_file(path: Path) -> Path | None:
 
 
 def read_text(path: Path, kind: str = "YAML") -> str:
-    """The text of a file that a user names. Raises UserError where it cannot be read."""
+    """The text of a file that a user names. Raises UserError if it cannot be read."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -262,12 +262,12 @@ def read_text(path: Path, kind: str = "YAML") -> str:
 
 
 def _syntax_error(error: YAMLError, path: Path, text: str) -> NoSettings:
-    """The parser's own words, with the line, and what to do about the usual mistakes."""
+    """The parser's message, with the line, and remedies for common mistakes."""
     if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
         remedy = "correct that value; `drawbar config show` prints a configuration as it should look"
         return NoSettings(f"not valid YAML: {str(error).splitlines()[0]}", where=str(path), remedy=remedy)
     line = error.problem_mark.line
-    # For a duplicate key, ruamel's message also has the values, and further lines with advice for programmers.
+    # For a duplicate key, ruamel's message also contains the values, and lines of advice for programmers.
     reason = (error.problem or "syntax error").splitlines()[0].split(" with value")[0]
     source = text.splitlines()[line].strip() if line < len(text.splitlines()) else ""
     remedy = "check the indentation, and put text with special characters in quotes"
@@ -281,7 +281,8 @@ def _syntax_error(error: YAMLError, path: Path, text: str) -> NoSettings:
 
 
 def _plain(tree: Any, top: str, settings: Settings, origin: Callable[[int], Origin]) -> Any:
-    """A YAML tree as plain data. The origins of its keys, below ``top``, and its problems go to ``settings``."""
+    """Convert a YAML tree to plain data. Adds the origins of its keys, below ``top``, and its problems to
+    ``settings``."""
 
     def plain(node: Any, key: str, line: int) -> Any:
         if key:
@@ -321,7 +322,7 @@ def _name(key: Any) -> str:
 
 
 def _line(node: Any, child: Any, otherwise: int) -> int:
-    """Line of an entry, from 0. Entries merged from elsewhere (``<<``) have none."""
+    """Line number of an entry, from 0; None for entries merged from elsewhere (``<<``)."""
     if not isinstance(node, CommentedBase):
         return otherwise
     position = node.lc.data.get(child) if node.lc.data else None
@@ -333,7 +334,7 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _section(values: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], str | None]:
-    """The mapping that holds ``names[-1]``, made where missing; or the key of the leaf that stands in the way."""
+    """The mapping that contains ``names[-1]``, created if missing; or the key of a leaf that is in the way."""
     section = values
     for depth, name in enumerate(names[:-1], start=1):
         if section.get(name) is None:
@@ -345,7 +346,7 @@ def _section(values: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, An
 
 
 def _merge(old: dict[str, Any], new: dict[str, Any], origins: dict[str, Origin], prefix: str) -> None:
-    """Mappings merge; anything else replaces what was there, and the origins of keys below it are removed."""
+    """Merge mappings; anything else replaces the old value, and the origins of keys below it are removed."""
     for name, value in new.items():
         key = _join(prefix, name)
         if isinstance(value, dict) and isinstance(old.get(name), dict):

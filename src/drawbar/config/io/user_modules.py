@@ -20,31 +20,31 @@ __all__ = ["PydanticUserError", "explain_refused_option"]
 
 
 def explain_refused_option(error: PydanticUserError) -> str:
-    """Text that says why a class of options cannot be made, with the names of class and field as far as they are known.
-    (pydantic's own message has many lines, some of them about pydantic itself.)"""
+    """Explain why a class of options cannot be defined, with the names of class and field if known. (pydantic's message
+    has many lines, some of them about pydantic itself.)"""
     name, annotations = "a class of options", dict[str, Any]()
-    if isinstance(error, SectionDefinitionError):  # else it is a model of the user's that is no TaskConfig
+    if isinstance(error, SectionDefinitionError):  # else it is a user's model that is not a TaskConfig
         name, annotations = error.class_name, error.annotations
     reason = error.message.strip().splitlines()[0]
     unannotated = re.match(r"A non-annotated attribute was detected: `(\w+) = ", reason)
     if unannotated:
         field = unannotated[1]
         return (
-            f"{name}.{field} has no type, so it is no option: write `{field}: TYPE = ...`; "
-            f"for what is no option, `{field}: ClassVar = ...`, and put imports outside of the class"
+            f"{name}.{field} has no type, so it is not an option: write `{field}: TYPE = ...`; "
+            f"or, if it is not meant as an option, `{field}: ClassVar = ...`; and put imports outside the class"
         )
     found = re.search(r"Unable to generate pydantic-core schema for (.+?)\. Set `arbitrary", reason)
     if found:
         field = _unreadable_field(annotations)
         return (
             f"{name}{f'.{field}' if field else ''} has a type that cannot be read from YAML: {found[1]}; declare it as "
-            "text or a number, and make the object from that in the task"
+            "text or a number, and create the object from that in the task"
         )
-    return f"{name} cannot be made: {reason}"
+    return f"{name} cannot be defined: {reason}"
 
 
 def _unreadable_field(annotations: dict[str, Any]) -> str | None:
-    """The first field with a type that pydantic cannot read by itself."""
+    """The first field with a type that pydantic does not support."""
     for field, annotation in annotations.items():
         try:
             TypeAdapter(annotation)
@@ -56,11 +56,11 @@ def _unreadable_field(annotations: dict[str, Any]) -> str | None:
 T = TypeVar("T")
 
 _PACKAGES = {"PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python", "yaml": "pyyaml"}
-"""The name to install, by the name to import, of packages that have two names."""
+"""Names to install, by import name, of packages where these differ."""
 
 
 def cause(error: BaseException) -> str:
-    """The error, the line of the user's file that led to it, and what to install where a module is missing."""
+    """The error, the line of the user's file that led to it, and what to install if a module is missing."""
     advice = missing_module(error)
     what = explain_refused_option(error) if isinstance(error, PydanticUserError) else f"{type(error).__name__}: {error}"
     found = raised_at(error)
@@ -69,7 +69,7 @@ def cause(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException) -> tuple[Path, int] | None:
-    """File and line of the innermost frame in the user's own code, else in an installed library; never in drawbar."""
+    """File and line of the innermost frame in the user's code, else in an installed library; never in drawbar."""
     frames = [(Path(frame.filename), frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     own = [(file, line) for file, line in frames if file.is_absolute() and is_user_code(file)]
     libraries = [(file, line) for file, line in frames if is_installed(file) and not file.is_relative_to(DRAWBAR)]
@@ -82,7 +82,7 @@ def missing_module(error: BaseException) -> str | None:
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
     name = error.name.partition(".")[0]
-    if find_spec(name) is not None:  # the package is there, and only a module inside it is missing
+    if find_spec(name) is not None:  # the package is installed; only a module inside it is missing
         return None
     here = Path.cwd()
     own = [path.stem for path in here.glob("*.py")] + [path.parent.name for path in here.glob("*/__init__.py")]
@@ -98,11 +98,11 @@ def find_by_name(
     """The implementation that a setting names: one of a registry, or the user's own as ``package.module:NAME``.
 
     Args:
-        form: what NAME stands for: ``Class``, ``function`` or ``strategy``.
-        accepts: whether the object found is such a class, function or strategy.
+        form: the kind of NAME: ``Class``, ``function`` or ``strategy``.
+        accepts: tests whether an object is such a class, function or strategy.
 
     Raises:
-        UserError: there is none of this name, it is something else, or the user's own cannot be imported.
+        UserError: the name is unknown, it is something else, or the user's own cannot be imported.
     """
     if ":" in name:
         found: T = import_user_object(name, registry.kind, where, form)
@@ -115,21 +115,21 @@ def find_by_name(
     if accepts(found):
         return found
     raise UserError(
-        f"the {registry.kind} {name!r} is no {form.lower()}, but of the type {type(found).__name__}",
+        f"the {registry.kind} {name!r} is not a {form.lower()}, but of type {type(found).__name__}",
         where=where,
         remedy=f"name a {form.lower()}, as package.module:{form}",
     )
 
 
 def find_class(registry: Registry[type[T]], base: type, name: str, where: str) -> type[T]:
-    """The class that a setting names, see ``find_by_name``. Raises ``UserError``, also where it is not a ``base``."""
+    """The class that a setting names; see ``find_by_name``. Also raises ``UserError`` if it is not a ``base``."""
     found = find_by_name(registry, name, where, "Class")
     if isinstance(found, type) and issubclass(found, base):
         return found
     raise UserError(
         f"{name} is not a subclass of drawbar.{base.__name__}",
         where=where,
-        remedy="name a class that is, as package.module:Class",
+        remedy="name a subclass, as package.module:Class",
     )
 
 
@@ -149,7 +149,7 @@ def import_user_object(name: str, kind: str, where: str, form: str) -> Any:
         near = nearest(attribute, [known for known in vars(module) if not known.startswith("_")])
         hint = f"; did you mean {module_name}:{near}?" if near else ""
         raise UserError(
-            f"the {kind} {name!r} is no {form.lower()}: the module has no {attribute!r}{hint}",
+            f"the {kind} {name!r} is not a {form.lower()}: the module has no {attribute!r}{hint}",
             where=where,
             remedy=f"name a {form.lower()} of {module_name}, as package.module:{form}",
         )
@@ -157,20 +157,20 @@ def import_user_object(name: str, kind: str, where: str, form: str) -> Any:
 
 
 def make_with_options(factory: Callable[..., T], options: Mapping[str, Any], what: str, where: str) -> T:
-    """An object of a class that a setting names, with its options as keyword arguments.
+    """Create an object of a class that a setting names, with its options as keyword arguments.
 
     Args:
         what: for messages: ``the tracker wandb``.
 
     Raises:
-        UserError: the class does not take these options, or refuses their values.
+        UserError: the class does not accept these options, or rejects their values.
     """
     try:
         inspect.signature(factory).bind(**options)
     except TypeError as error:
         taken = ", ".join(str(parameter) for parameter in inspect.signature(factory).parameters.values())
         raise UserError(
-            f"{what} cannot be made with these options: {error}",
+            f"{what} cannot be created with these options: {error}",
             where=where,
             remedy=f"it takes: {taken or 'no options'}",
         ) from error
@@ -180,5 +180,5 @@ def make_with_options(factory: Callable[..., T], options: Mapping[str, Any], wha
         raise
     except Exception as error:
         raise UserError(
-            f"{what} cannot be made: {cause(error)}", where=where, remedy="correct its options, or the class"
+            f"{what} cannot be created: {cause(error)}", where=where, remedy="correct its options, or the class"
         ) from error

@@ -1,1 +1,1 @@
-"""Settings that do not combine, as one table that checks, documentation and tests are made from."""
+"""Settings that do not combine, as one table for checks, documentation and tests."""

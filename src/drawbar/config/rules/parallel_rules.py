@@ -1,4 +1,4 @@
-"""The part of the table of rules that is about strategies: what they combine with, and what has no effect."""
+"""The rules about strategies: what they combine with, and what has no effect."""
 
 from drawbar.config.rules.rule import Rule
 from drawbar.config.schema.run_config import ParallelSection, RunConfig
@@ -6,9 +6,9 @@ from drawbar.config.schema.task_sections import BUILT_IN_TASKS
 from drawbar.config.strategies import Strategy
 
 COMPILED_BY_FLASH = (
-    "compiled blocks keep samples apart by torch's flash attention alone: in bf16 or fp16, on an NVIDIA GPU since "
-    "Ampere, without dropout or bias of the attention; any other attention groups the samples of each micro-batch in "
-    "another way, so each layer would run uncompiled in its middle"
+    "compiled blocks can separate samples only with torch's flash attention: in bf16 or fp16, on an NVIDIA GPU since "
+    "Ampere, without attention dropout or bias; with any other attention, samples are grouped differently in each "
+    "micro-batch, so the middle of each layer would run uncompiled"
 )
 """Why ``data.padding_free`` may exclude ``parallel.compile``; ``tasks.padding`` asks the GPU and the model, too."""
 
@@ -40,7 +40,7 @@ PADDING_FREE = (
         "padding_free with compiled tensor parallelism",
         ("data.padding_free", "parallel.compile", "parallel.tensor"),
         lambda c: c.data.padding_free is True and c.parallel.compile and c.parallel.tensor > 1,
-        "torch compiles the blocks of tensor-parallel ranks for fixed sizes alone, and each micro-batch has samples of "
+        "torch compiles the blocks of tensor-parallel ranks only for fixed sizes, and each micro-batch has samples of "
         "other lengths",
         "set data.padding_free=auto, or parallel.compile=false",
     ),
@@ -48,7 +48,7 @@ PADDING_FREE = (
         "padding_free with other attention",
         ("data.padding_free", "task.attention"),
         lambda c: c.data.padding_free is True and getattr(c.task, "attention", "auto") not in ("auto", "sdpa"),
-        "drawbar computes attention for each sample by itself with sdpa alone",
+        "drawbar can compute attention per sample only with sdpa",
         "set data.padding_free=auto, or task.attention=sdpa",
     ),
 )
@@ -59,8 +59,8 @@ DEGREES = ("parallel.tensor", "parallel.pipeline", "parallel.context")
 
 
 def _needs_whole_models(strategy: Strategy) -> bool:
-    """Whether it trains on several processes, and only models that tensor, pipeline and context parallelism leave
-    whole."""
+    """Whether it trains with several processes, but only models that tensor, pipeline and context parallelism do not
+    split."""
     return not (strategy.supports_model_parallel or strategy.one_process)
 
 
@@ -72,11 +72,11 @@ def _heeds_reduce_dtype(config: RunConfig) -> bool:
 
 
 def _attention(config: RunConfig) -> str:
-    return getattr(config.task, "attention", "auto")  # a user's task may have no such option
+    return getattr(config.task, "attention", "auto")  # a user's task may lack this option
 
 
 def _is_flash(config: RunConfig) -> bool:
-    return "flash" in _attention(config)  # kernels of the hub, too
+    return "flash" in _attention(config)  # including Hub kernels
 
 
 def _is_liger(config: RunConfig) -> bool:
@@ -101,8 +101,8 @@ DATA_PARALLEL = (
         "reduce_dtype",
         ("parallel.strategy", "parallel.reduce_dtype", *DEGREES),
         lambda c: c.parallel.reduce_dtype != DEFAULTS.reduce_dtype and not _heeds_reduce_dtype(c),
-        "one process reduces no gradients, ddp reduces those of a model spread over ranks in fp32, and DeepSpeed has a "
-        "setting of its own",
+        "one process reduces no gradients, ddp reduces those of a model split over ranks in fp32, and DeepSpeed has "
+        "its own setting",
         "set parallel.strategy=fsdp, or remove parallel.reduce_dtype (DeepSpeed's is communication_data_type, in its "
         "JSON)",
     ),
@@ -132,7 +132,7 @@ DATA_PARALLEL = (
         ("parallel.strategy", "launch.nproc"),
         lambda c: c.parallel.strategy == "dp" and c.launch.nproc not in ("auto", 1),
         "the strategy dp is one process with several devices",
-        "set parallel.strategy=ddp, which has a process for each device, or launch.nproc=1",
+        "set parallel.strategy=ddp, which has one process per device, or launch.nproc=1",
     ),
     Rule(
         "dp without CUDA",
@@ -145,28 +145,28 @@ DATA_PARALLEL = (
         "dp with packed rows",
         ("parallel.strategy", "data.batching"),
         lambda c: c.parallel.features.many_devices and c.data.batching == "packed",
-        "nn.DataParallel runs copies of the model at the same time, which would mix up the sample boundaries",
+        "nn.DataParallel runs copies of the model concurrently, which would mix up the sample boundaries",
         "set parallel.strategy=ddp, or data.batching=grouped",
     ),
     Rule(
         "one process with model parallelism",
         ("parallel.strategy", *DEGREES),
         lambda c: c.parallel.features.one_process and c.parallel.model_ranks > 1,
-        "this strategy is one process, and a model is cut over several",
+        "this strategy uses one process, and the model is split over several",
         "set parallel.strategy=ddp or fsdp",
     ),
     Rule(
         "zero1 with model parallelism",
         ("parallel.strategy", *DEGREES),
         lambda c: _needs_whole_models(c.parallel.features) and c.parallel.model_ranks > 1,
-        "torch's ZeroRedundancyOptimizer, as any strategy that needs whole parameters, does not take sharded ones",
+        "torch's ZeroRedundancyOptimizer, as any strategy that needs whole parameters, does not support sharded ones",
         "set parallel.strategy=fsdp, which shards more, or ddp",
     ),
     Rule(
         "adafactor with sharded parameters",
         ("optim.name", "parallel.strategy", "parallel.tensor"),
         lambda c: c.optim.name == "adafactor" and (c.parallel.features.shards_parameters or c.parallel.tensor > 1),
-        "torch's Adafactor squares norms of rows and columns in place, which fails if they lie on several ranks",
+        "torch's Adafactor squares norms of rows and columns in place, which fails if they are on several ranks",
         "set optim.name=adamw or muon, or parallel.strategy=zero1 or ddp without parallel.tensor",
     ),
     Rule(
@@ -190,7 +190,7 @@ MODEL_PARALLEL = (
         "sequence",
         ("parallel.sequence", "parallel.tensor"),
         lambda c: c.parallel.sequence and c.parallel.tensor == 1,
-        "sequence parallelism cuts activations over the tensor-parallel ranks, and there is one",
+        "sequence parallelism shards activations over the tensor-parallel ranks, and there is only one",
         "set parallel.tensor, or remove parallel.sequence",
     ),
     Rule(
@@ -208,7 +208,7 @@ MODEL_PARALLEL = (
             and c.parallel.compile
             and c.parallel.activation_checkpointing not in ("none", "selective", "attention")
         ),
-        "torch cannot save what the compiled blocks of tensor-parallel ranks hand to their backward pass then",
+        "torch cannot then save what the compiled blocks of tensor-parallel ranks pass to their backward pass",
         "set parallel.activation_checkpointing=selective or attention, or parallel.compile=false",
     ),
     Rule(
@@ -217,21 +217,21 @@ MODEL_PARALLEL = (
         lambda c: (
             c.parallel.pipeline == 1 and (c.parallel.schedule != DEFAULTS.schedule or c.parallel.cuts is not None)
         ),
-        "there is one stage, and nothing to schedule or to cut",
+        "there is only one stage, so nothing to schedule or cut",
         "set parallel.pipeline, or remove parallel.schedule and parallel.cuts",
     ),
     Rule(
         "pipeline of other tasks",
         ("parallel.pipeline", "task.type"),
         lambda c: c.parallel.pipeline > 1 and _is_other_built_in(c),
-        "only decoders that predict the next token are cut into stages",
+        "only decoders that predict the next token can be split into stages",
         "set parallel.pipeline=1; parallel.tensor and fsdp also make a model fit",
     ),
     Rule(
         "context on other devices",
         ("parallel.context", "device"),
         lambda c: c.parallel.context > 1 and c.device in ("cpu", "mps"),
-        "torch's ring attention is made of CUDA kernels",
+        "torch's ring attention consists of CUDA kernels",
         "set parallel.context=1, or device=cuda",
     ),
     Rule(
@@ -245,7 +245,7 @@ MODEL_PARALLEL = (
         "context with packed rows",
         ("parallel.context", "data.batching"),
         lambda c: c.parallel.context > 1 and c.data.batching == "packed",
-        "torch's ring attention has no mask that keeps the samples of a row apart",
+        "torch's ring attention has no mask to separate the samples of a row",
         "set parallel.context=1, or data.batching=grouped",
     ),
     Rule(
@@ -259,14 +259,14 @@ MODEL_PARALLEL = (
         "context with sequence",
         ("parallel.context", "parallel.sequence"),
         lambda c: c.parallel.context > 1 and c.parallel.sequence,
-        "both cut the same activations along the sequence",
+        "both shard the same activations along the sequence",
         "remove parallel.sequence",
     ),
     Rule(
         "context with other attention",
         ("parallel.context", "task.attention"),
         lambda c: c.parallel.context > 1 and _attention(c) not in ("auto", "sdpa"),
-        "torch's ring attention takes the place of sdpa alone",
+        "torch's ring attention replaces only sdpa",
         "set task.attention=sdpa, or parallel.context=1",
     ),
 )
@@ -283,14 +283,14 @@ KERNELS = (
         "flash attention in fp32",
         ("task.attention", "precision"),
         lambda c: _is_flash(c) and c.precision == "fp32",
-        "flash attention takes bf16 and fp16 alone",
+        "flash attention supports only bf16 and fp16",
         "set precision=bf16, or task.attention=sdpa",
     ),
     Rule(
         "liger-kernel without CUDA",
         ("task.cross_entropy", "device"),
         lambda c: _is_liger(c) and c.device in ("cpu", "mps"),
-        "liger-kernel has kernels for CUDA devices",
+        "liger-kernel only has kernels for CUDA devices",
         "set task.cross_entropy=auto",
     ),
     Rule(
@@ -316,39 +316,39 @@ FP8_TRAINING = (
         "fp8 on other devices",
         ("parallel.fp8", "device"),
         lambda c: c.parallel.fp8 is not None and c.device in ("cpu", "mps"),
-        "fp8 is for NVIDIA GPUs of compute capability 8.9 or more",
+        "fp8 needs NVIDIA GPUs with compute capability 8.9 or higher",
         "set parallel.fp8=null, or device=cuda",
     ),
     Rule(
         "fp8 in other precisions",
         ("parallel.fp8", "precision"),
         lambda c: c.parallel.fp8 is not None and c.precision not in ("auto", "bf16"),
-        "layers that multiply in fp8 take and give bf16",
+        "layers that multiply in fp8 take and return bf16",
         "set precision=bf16, or parallel.fp8=null",
     ),
     Rule(
         "fp8 with other strategies",
         ("parallel.fp8", "parallel.strategy"),
         lambda c: c.parallel.fp8 is not None and (c.strategy.many_devices or c.strategy.has_engine),
-        "DeepSpeed's and nn.DataParallel's copies of a model have not been tried with torchao's layers",
+        "torchao's layers have not been tested with DeepSpeed's and nn.DataParallel's copies of a model",
         "set parallel.strategy=fsdp, zero1 or ddp, or parallel.fp8=null",
     ),
     Rule(
         "fp8 with model parallelism",
         ("parallel.fp8", *DEGREES),
         lambda c: c.parallel.fp8 is not None and c.parallel.model_ranks > 1,
-        "torchao's layers have been tried in whole models alone, not in models that are cut over ranks",
+        "torchao's layers have been tested only in unsplit models",
         "set parallel.strategy=fsdp and the degrees to 1, or parallel.fp8=null",
     ),
     Rule(
         "fp8 with adapters",
         ("parallel.fp8", "lora"),
         lambda c: c.parallel.fp8 is not None and c.lora is not None,
-        "fp8 is for layers that are trained, and under adapters they are frozen",
+        "fp8 applies to trained layers, and under adapters they are frozen",
         "set parallel.fp8=null, or remove lora",
     ),
 )
-"""Rules for training alone: nothing else computes in fp8."""
+"""Rules for training only, as nothing else computes in fp8."""
 
 FLEX_TRAINING = Rule(
     "flex attention on the CPU",

@@ -9,11 +9,11 @@ from drawbar.errors import UserError
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination of settings that is refused."""
+    """A combination of settings that drawbar refuses."""
 
     name: str
     keys: tuple[str, ...]
-    """The settings that an error shows, with their values."""
+    """The settings to show in the error, with their values."""
     broken: Callable[[RunConfig], bool]
     reason: str
     """Why it is refused."""
@@ -22,7 +22,7 @@ class Rule:
 
 
 def one_error(problems: Sequence[tuple[str, str]]) -> UserError:
-    """One error of several problems, each with its remedy."""
+    """Combine several problems, each with its remedy, into one error."""
     if len(problems) == 1:
         return UserError(problems[0][0], remedy=problems[0][1])
     lines = [f"{len(problems)} problems:", *(problem for problem, _ in problems)]

@@ -1,6 +1,6 @@
-"""Which settings combine: the one table that training obeys, the documentation prints and the tests walk.
+"""Which settings combine: the single table that training checks, the documentation prints and the tests iterate over.
 
-A rule refuses what cannot work, and settings that would have no effect, as these are usually mistakes.
+A rule refuses settings that cannot work, and settings that would have no effect, as these are usually mistakes.
 """
 
 import math
@@ -56,17 +56,17 @@ def _rule(extra: _Extra) -> Rule:
 
 
 PACKAGE_RULES: tuple[Rule, ...] = (*map(_rule, _EXTRAS), *chain(*from_guests("package_rules")))
-"""For this machine: another one, to which a job is submitted, may have other packages."""
+"""Rules for this machine only: a machine that a job is submitted to may have other packages."""
 
 
 MICRO_BATCH_TOKENS = 8192
-"""Tokens that ``train.micro_batch: auto`` puts into one forward, at most, where no larger number is found to fit."""
+"""Maximum number of tokens per forward with ``train.micro_batch: auto``, unless trial steps find a larger number."""
 
 DEFAULTS = OptimSection()
 
 
 def _warmup_share(config: RunConfig) -> float:
-    """Warm-up as a share of all steps; 0 where the number of steps is not known yet."""
+    """Warm-up as a fraction of all steps; 0 if the number of steps is not known yet."""
     if isinstance(config.optim.warmup, float):
         return config.optim.warmup
     steps = config.optim.schedule_steps or config.train.steps
@@ -84,35 +84,35 @@ BATCHES_AND_STEPS = (
         ("data.train",),
         lambda c: c.data.train in (None, []),
         "there is nothing to train on",
-        "set data.train to a file, a glob, a list of them, or python_stdlib; for a task that makes its records itself, "
+        "set data.train to a file, a glob, a list of these, or python_stdlib; for a task that makes its own records, "
         "to any name, such as data.train=generated",
     ),
     Rule(
         "steps and epochs",
         ("train.steps", "train.epochs"),
         lambda c: c.train.steps is not None and c.train.epochs is not None,
-        "both say how long to train",
+        "both set how long to train",
         "keep one, and set the other to null",
     ),
     Rule(
         "steps or epochs",
         ("train.steps", "train.epochs"),
         lambda c: c.train.steps is None and c.train.epochs is None,
-        "nothing says how long to train",
+        "neither is set, so it is unknown how long to train",
         "set train.steps or train.epochs",
     ),
     Rule(
         "micro-batch",
         ("train.micro_batch", "train.global_batch"),
         lambda c: c.train.micro_batch != "auto" and c.train.global_batch % c.train.micro_batch != 0,
-        "a global batch is made of whole micro-batches",
+        "a global batch consists of whole micro-batches",
         "choose a micro_batch that divides global_batch, or auto",
     ),
     Rule(
         "micro-batch twice",
         ("train.micro_batch", "train.micro_batch_tokens"),
         lambda c: c.train.micro_batch != "auto" and c.train.micro_batch_tokens is not None,
-        "both say how large a micro-batch is",
+        "both set the size of a micro-batch",
         "keep one",
     ),
     Rule(
@@ -143,14 +143,14 @@ SOURCES_AND_STREAMS = (
         "shuffling within lanes",
         ("data.shuffle_buffer", "data.stream_lanes"),
         lambda c: c.data.streaming and c.data.shuffle and c.data.shuffle_buffer < 2 * c.data.stream_lanes,
-        "records are shuffled within their lane, and the buffer has room for only one of each lane",
+        "records are shuffled within their lane, and the buffer has room for only one record per lane",
         "in a new run, set data.shuffle_buffer to many times data.stream_lanes, or lower data.stream_lanes",
     ),
     Rule(
         "weights without shuffling",
         ("data.train", "data.shuffle"),
         lambda c: not c.data.shuffle and _has_weights(c.data.train),
-        "sources are mixed by chance",
+        "weighted sources are sampled at random",
         "set data.shuffle=true, or remove the weights",
     ),
 )
@@ -160,15 +160,15 @@ ADAPTERS = (
         "adapters of a model from scratch",
         ("lora", "task.from_scratch"),
         lambda c: c.lora is not None and getattr(c.task, "from_scratch", None) is not None,
-        "adapters change a pretrained model; random weights that stay as they are learn nothing",
+        "adapters modify a pretrained model; frozen random weights learn nothing",
         "remove lora, or name a pretrained model and remove task.from_scratch",
     ),
     Rule(
         "adapters and new embeddings",
         ("lora", "task.resize_embeddings"),
         lambda c: c.lora is not None and bool(getattr(c.task, "resize_embeddings", False)),
-        "the rows that are added would stay random",
-        "add the tokens to the model before, or remove lora",
+        "the added rows would stay random",
+        "add the tokens to the model beforehand, or remove lora",
     ),
 )
 
@@ -206,13 +206,13 @@ OPTIMIZATION = (
         ("optim.schedule", "optim.warmup", "optim.decay", "train.steps"),
         lambda c: c.optim.schedule == "wsd" and _warmup_share(c) < 1 < _warmup_share(c) + c.optim.decay,
         "warm-up and decay take more than all steps",
-        "make optim.warmup and optim.decay add up to 1 at most",
+        "make optim.warmup and optim.decay add up to at most 1",
     ),
     Rule(
         "momentum",
         ("optim.name", "optim.momentum"),
         lambda c: c.optim.momentum is not None and c.optim.name in ("adamw", "adafactor"),
-        "only sgd and muon have a momentum",
+        "only sgd and muon have momentum",
         "remove optim.momentum; adamw's counterpart is optim.betas",
     ),
     Rule(
@@ -220,7 +220,7 @@ OPTIMIZATION = (
         ("optim.name", "optim.muon_precision"),
         lambda c: c.optim.muon_precision != "auto" and c.optim.name != "muon",
         "only muon reads it",
-        "remove optim.muon_precision; the setting precision chooses the dtype of matrix products",
+        "remove optim.muon_precision; the setting precision sets the dtype of matrix products",
     ),
     Rule(
         "state_dtype",
@@ -235,7 +235,7 @@ OPTIMIZATION = (
         lambda c: (
             c.optim.name in ("sgd", "adafactor") and (c.optim.betas, c.optim.eps) != (DEFAULTS.betas, DEFAULTS.eps)
         ),
-        "only adamw, and muon for what it leaves to adamw, read them",
+        "only adamw and muon (for the parameters that adamw updates) use them",
         "remove optim.betas and optim.eps",
     ),
     Rule(
@@ -262,7 +262,7 @@ OPTIMIZATION = (
 )
 
 RULES: tuple[Rule, ...] = (*PARALLEL, *chain(*from_guests("rules")), *ADAPTERS)
-"""The rules that hold for a run whatever is done with it, and not for its training alone."""
+"""The rules for every command on a run, not only for training."""
 
 TRAIN_RULES: tuple[Rule, ...] = (
     FLEX_TRAINING,
@@ -273,14 +273,14 @@ TRAIN_RULES: tuple[Rule, ...] = (
     *EVALUATION,
     *OPTIMIZATION,
 )
-"""The rules that training checks besides ``RULES``."""
+"""The rules that training checks in addition to ``RULES``."""
 
 
 def check_rules(config: LoadedConfig | RunConfig, rules: Sequence[Rule] = RULES) -> None:
     """Refuse settings that do not combine.
 
     Args:
-        config: what to check; with a ``LoadedConfig`` the error also says where each setting came from.
+        config: the configuration; with a ``LoadedConfig``, the error also shows the origin of each setting.
         rules: ``RULES``, and for training ``RULES + TRAIN_RULES``.
 
     Raises:
@@ -293,11 +293,11 @@ def check_rules(config: LoadedConfig | RunConfig, rules: Sequence[Rule] = RULES)
 
 
 def check_degrees(config: RunConfig, world_size: int) -> int:
-    """Check that ``world_size`` processes make up whole models. Returns how many data-parallel ranks they are: those
-    that read rows of their own.
+    """Check that ``world_size`` is a multiple of the ranks per model. Returns the number of data-parallel ranks: those
+    that read different rows.
 
     Raises:
-        UserError: the processes do not make up whole pipelines, tensor-parallel groups or replicas.
+        UserError: the processes do not form complete pipelines, tensor-parallel groups or replicas.
     """
     parallel = config.parallel
     model_ranks = parallel.model_ranks
@@ -350,27 +350,26 @@ def check_world(config: RunConfig, world_size: int) -> None:
             f"data.stream_lanes={lanes} cannot be split evenly over {ranks} {each}",
             where="data.stream_lanes",
             remedy=f"start {_choices(_divisors(lanes), ranks)} {each.partition(' (')[0]}; or set data.stream_lanes="
-            f"{math.lcm(lanes, ranks)}, in a run that begins or branches off (--fork NEWNAME)",
+            f"{math.lcm(lanes, ranks)}, in a new run or a fork (--fork NEWNAME)",
         )
 
 
 def check_guests(loaded: LoadedConfig, ranks: int) -> None:
-    """Let the guests whose sections a run may have refuse it, as far as they can before its ranks are there.
+    """Let guests check the run, as far as they can before its ranks are started.
 
     Raises:
-        UserError: a guest refuses it.
+        UserError: a guest refuses the run.
     """
     for check in from_guests("check_start"):
         check(loaded, ranks)
 
 
 def resolve_micro_batch(config: RunConfig, data_ranks: int) -> int:
-    """Rows in one forward and backward on one process, as one number: it is needed where samples have no tokens, and
-    by engines that ask for a number. (Samples with tokens are cut by tokens with ``auto``:
-    ``train.batches.train_micro_batch``.)
+    """Rows per forward and backward of one process, as a number, for samples without tokens and for engines that need
+    one. (With ``auto``, samples with tokens are split by tokens: ``train.batches.train_micro_batch``.)
 
-    ``auto`` is here the largest divisor of the process's share of the global batch that keeps a micro-batch at
-    ``MICRO_BATCH_TOKENS`` tokens (rows × ``data.sequence_length``) or less, and at least one row.
+    Here ``auto`` is the largest divisor of the process's share of the global batch that keeps a micro-batch at or below
+    ``MICRO_BATCH_TOKENS`` tokens (rows × ``data.sequence_length``), but at least one row.
     """
     if config.train.micro_batch != "auto":
         return config.train.micro_batch
@@ -380,8 +379,8 @@ def resolve_micro_batch(config: RunConfig, data_ranks: int) -> int:
 
 
 def _shown(rule: Rule, loaded: LoadedConfig) -> str:
-    """``train.steps=10 (config.yaml:3), lora={"rank": 4} (command line)``: of a section what was set; no
-    places where none are known."""
+    """``train.steps=10 (config.yaml:3), lora={"rank": 4} (command line)``: for a section, only what was set; without
+    origins if these are unknown."""
     texts = []
     for key in rule.keys:
         value = lookup(loaded.config, key)
@@ -396,6 +395,6 @@ def _divisors(number: int) -> list[int]:
 
 
 def _choices(numbers: list[int], near: int) -> str:
-    """``1, 2 or 4``: the four that are closest to ``near``."""
+    """``1, 2 or 4``: the up to four numbers closest to ``near``."""
     closest = sorted(sorted(numbers, key=lambda number: abs(number - near))[:4])
     return f"{', '.join(map(str, closest[:-1]))} or {closest[-1]}" if len(closest) > 1 else str(closest[0])

@@ -1,6 +1,6 @@
-"""The whole ``RunConfig`` tree: every setting, its type, its default, and what it means.
+"""The complete ``RunConfig`` tree: every setting, its type, its default, and what it means.
 
-The text below a field is its documentation: ``drawbar config explain`` prints it and ``docs/configuration.md`` is
+The docstring of a field is its documentation: ``drawbar config explain`` prints it, and ``docs/configuration.md`` is
 generated from it. The models are strict (no silent conversions), closed (an unknown key is an error) and frozen.
 """
 
@@ -32,10 +32,10 @@ from drawbar.errors import UserError
 
 
 def check_stored(options: BaseModel) -> None:
-    """Refuse an option that is not read back from ``config.yaml`` as it was written there.
+    """Check that every option survives a round trip through ``config.yaml``.
 
     Raises:
-        ValueError: it names the option.
+        ValueError: an option does not; the message names it.
     """
     stored: dict[str, Any] = {}
     for name in (*type(options).model_fields, *type(options).model_computed_fields):
@@ -53,14 +53,14 @@ def check_stored(options: BaseModel) -> None:
 
 
 def _stored(options: BaseModel, name: str) -> dict[str, Any]:
-    """The option by name as ``config.yaml`` holds it; empty if the class excludes the field from dumps."""
+    """The option by name, as stored in ``config.yaml``; empty if the class excludes the field from dumps."""
     try:
         return options.model_dump(mode="json", include={name}, warnings=False)
     except PydanticSerializationError as error:
         value = getattr(options, name)
         raise ValueError(
-            f"the option {name} is {value!r:.60}, of the type {type(value).__name__}, which the run's config.yaml "
-            "cannot hold; let it be a text, a number, a list or a mapping, and make the object of it in the task"
+            f"the option {name} is {value!r:.60}, of type {type(value).__name__}, which the run's config.yaml "
+            "cannot store; use a string, a number, a list or a mapping, and create the object from it in the task"
         ) from error
 
 
@@ -86,34 +86,35 @@ class RunSection(Section):
     name: Annotated[str, text_of(RUN_NAME, r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=128)] = "run"
     """Name of the run; its directory is `<run.dir>/<run.name>`."""
     dir: PathText = "runs"
-    """Folder that holds the run directories."""
+    """Folder for run directories."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of the weights, the dropout and the order of the data."""
+    """Random seed of the weights, the dropout and the data order."""
     deterministic: bool = False
-    """Use only deterministic GPU kernels (slower); a CPU run is deterministic anyway."""
+    """Use only deterministic GPU kernels (slower). CPU runs are always deterministic."""
 
 
 class TrainSection(Section):
     global_batch: Count = 32
-    """Rows (samples, or packs of samples) in one optimizer step, over all processes and accumulation."""
+    """Rows (samples, or packs of samples) per optimizer step, over all processes and accumulation steps."""
     micro_batch: Count | Auto = "auto"
-    """Rows in one forward and backward on one process. It changes speed and memory, never the result. `auto`: as many
-    as 8,192 tokens allow; on CUDA as many as fit into the memory, found by trial steps before training and kept in the
-    run directory, but no more than those 8,192 tokens where batches are padded (`data.batching: padded`, not
-    padding-free). There are no trials with `dp`, `deepspeed`, a pipeline or streaming."""
+    """Rows per forward and backward pass of one process. Affects speed and memory, never the result. `auto`: as many as
+    8,192 tokens allow; on CUDA, as many as fit into memory, found by trial steps before training and saved in the run
+    directory, but at most 8,192 tokens if batches are padded (`data.batching: padded`, not padding-free). `dp`,
+    `deepspeed`, pipelines and streaming make no trial steps."""
     micro_batch_tokens: Count | None = None
-    """Instead of `micro_batch`: most tokens, padding included, in one forward and backward on one process."""
+    """Instead of `micro_batch`: maximum number of tokens, including padding, per forward and backward pass of one
+    process."""
     steps: Count | None = None
-    """Train for this many optimizer steps. Give `steps` or `epochs`."""
+    """Number of optimizer steps to train for. Give `steps` or `epochs`."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Train for this many passes over the data (fractions are allowed)."""
+    """Number of passes over the data to train for; may be fractional."""
     gradient_clip: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest global gradient norm; `null` for no clipping."""
+    """Maximum global gradient norm; `null` disables clipping."""
 
 
 class OptimSection(Section):
     name: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"
-    """The optimizer. `muon` is for matrices inside the model; embeddings, norms and biases get AdamW."""
+    """The optimizer. `muon` updates the matrices inside the model; embeddings, norms and biases use AdamW."""
     lr: Annotated[float, Field(ge=0)] = 3.0e-4
     """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
@@ -125,52 +126,51 @@ class OptimSection(Section):
     momentum: Fraction | None = None
     """Momentum of `sgd` (default 0) and `muon` (default 0.95)."""
     muon_precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Dtype of `muon`'s iteration. `auto`: bf16 on a GPU that has it, else fp32."""
+    """Dtype of `muon`'s Newton-Schulz iteration. `auto`: bf16 on a GPU that supports it, else fp32."""
     state_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of `adamw`'s two moments between steps. `bf16` halves their memory, and rounds them stochastically;
+    """Dtype in which `adamw` stores its two moments. `bf16` halves their memory and rounds them stochastically;
     parameters with fewer than 4,096 elements keep fp32."""
     schedule: Literal["linear", "cosine", "constant", "polynomial", "inverse_sqrt", "wsd"] = "linear"
-    """How the learning rate goes on after the warm-up; `wsd` is warm-up, stable, decay."""
+    """Learning rate schedule after the warm-up; `wsd` is warm-up, stable, decay."""
     schedule_steps: Count | None = None
-    """How many steps the schedule is for; after these, the learning rate stays that of the last of them. Default: all
-    steps of the run. Where a run goes on to more steps, the schedule is computed anew for them, unless this is set to
-    the old number."""
+    """Length of the schedule, in steps; after it, the learning rate stays constant. Default: all steps of the run. If a
+    run is extended, the schedule is recomputed for the new length, unless this is set to the old one."""
     warmup: Annotated[int, Field(ge=0)] | Fraction = 0
-    """Warm-up: a number of steps (`500`), or a fraction of all steps of the schedule (`0.05`)."""
+    """Warm-up: a number of steps (`500`), or a fraction of the schedule's steps (`0.05`)."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Where `linear`, `cosine`, `polynomial` and `wsd` end, as a share of the peak learning rate."""
+    """Final learning rate of `linear`, `cosine`, `polynomial` and `wsd`, as a fraction of the peak."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Share of all steps of the schedule that `wsd` spends decaying."""
+    """Fraction of the schedule's steps that `wsd` spends decaying."""
     power: Annotated[float, Field(gt=0)] = 1.0
     """Exponent of `polynomial`."""
 
 
 class LoraSection(Section):
-    """Low-rank adapters (Hu et al. 2021): the pretrained weights stay as they are, and small matrices learn."""
+    """Low-rank adapters (Hu et al. 2021): the pretrained weights are frozen, and small matrices are trained."""
 
     rank: Count = 8
     """Rank of the adapters."""
     alpha: Annotated[float, Field(gt=0)] = 16.0
     """The adapters' output is scaled by alpha / rank."""
     dropout: Fraction = 0.0
-    """Dropout of the adapters' input."""
+    """Dropout on the adapters' input."""
     modules: list[str] | Literal["attention", "linear"] = "attention"
-    """What gets adapters: peft's usual attention projections, all linear layers, or a list: of these words, and of the
-    ends of names of modules and of fused parameters (`[linear, experts]`: a mixture's experts are no linear layers)."""
+    """What to adapt: peft's default attention projections, all linear layers, or a list of these words and of suffixes
+    of module and fused parameter names (`[linear, experts]`, as MoE experts are not linear layers)."""
     train: list[str] = []
-    """Modules to train whole besides the adapters; a new classification head is always trained whole."""
+    """Modules to train fully, in addition to the adapters; a new classification head is always fully trained."""
 
 
 class EveryKthBlock(Section):
     every: Count
-    """Recompute every so many-th block: 1 is the same as `full`."""
+    """Recompute every k-th block; 1 is the same as `full`."""
 
 
 def _known_strategy(name: str) -> str:
     try:
         find_strategy(name)
     except UserError as error:
-        if ":" in name or name in STRATEGIES:  # it is registered, and cannot be imported
+        if ":" in name or name in STRATEGIES:  # registered, but cannot be imported
             raise ValueError(f"{error.what}; {error.remedy}") from error
         raise PydanticCustomError("unknown_strategy", "no such strategy") from error
     return name
@@ -178,7 +178,7 @@ def _known_strategy(name: str) -> str:
 
 _STRATEGY_WORDS = [
     {"enum": [AUTO, *STRATEGIES.names()]},
-    {"type": "string", "$comment": "the form package.module:name"},  # or a package's that will be installed
+    {"type": "string", "$comment": "the form package.module:name"},  # or a name from a package not yet installed
 ]
 StrategyName = Annotated[str, AfterValidator(_known_strategy), Field(json_schema_extra={"anyOf": _STRATEGY_WORDS})]
 """A registered strategy, or ``package.module:name``."""
@@ -186,132 +186,133 @@ StrategyName = Annotated[str, AfterValidator(_known_strategy), Field(json_schema
 
 class ParallelSection(Section):
     strategy: StrategyName = "auto"
-    """How parameters, gradients and optimizer state lie on the data-parallel ranks. `auto`: `deepspeed` with a
-    section `deepspeed`; else `single` in one process; `ddp` where the task builds its own model, the degrees below take
-    all ranks (there is one replica), or the model's state fits into each rank's memory; else `fsdp`."""
+    """How parameters, gradients and optimizer state are distributed over the data-parallel ranks. `auto`: `deepspeed`
+    if there is a section `deepspeed`; else `single` in one process; `ddp` if the task builds its own model, the degrees
+    below use all ranks (one replica), or the model's state fits into each rank's memory; else `fsdp`."""
     tensor: Count = 1
-    """Tensor-parallel degree: the matrices of each layer are sharded over so many ranks."""
+    """Tensor-parallel degree: number of ranks that the matrices of each layer are sharded over."""
     sequence: bool = False
-    """tensor: shard the activations between the matrices along the sequence, too (sequence parallelism)."""
+    """tensor: also shard the activations between the matrices, along the sequence (sequence parallelism)."""
     pipeline: Count = 1
-    """Pipeline-parallel degree: the layers are split into so many stages."""
+    """Pipeline-parallel degree: number of ranks that the layers are split over."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """pipeline: in which order a stage works on micro-batches."""
+    """pipeline: order in which a stage processes its micro-batches."""
     cuts: list[Count] | None = None
-    """pipeline: the sizes of the stages, in layers (`interleaved` has twice as many stages as ranks); by default
-    balanced by the number of parameters."""
+    """pipeline: number of layers in each stage (`interleaved` has twice as many stages as ranks). Default: balanced by
+    number of parameters."""
     context: Count = 1
-    """Context-parallel degree: each sequence is sharded over so many ranks."""
+    """Context-parallel degree: number of ranks that each sequence is sharded over."""
     activation_checkpointing: Literal["none", "full", "selective", "attention"] | EveryKthBlock = "none"
-    """What the backward pass computes again instead of keeping it: `full`, all of every block; `attention`, all but
-    the results of attention and of collectives; `selective`, all but these and the results of matrix products;
-    `{every: k}`, every k-th block."""
+    """What the backward pass recomputes instead of storing. `full`: everything in every block. `attention`: all but
+    the outputs of attention and of collectives. `selective`: all but these and the outputs of matrix products.
+    `{every: k}`: every k-th block."""
     compile: bool = False
     """Compile each repeated block with torch.compile."""
     fp8: Literal["tensorwise", "rowwise"] | None = None
-    """Linear layers of the repeated blocks multiply in fp8 while they train, by torchao: `tensorwise` with one scale in
-    a matrix (GPUs of compute capability 8.9 or more), `rowwise` with one in each row (9.0 or more), which rounds less.
-    Weights stay as they are; all else is bf16, evaluation too."""
+    """Train the linear layers of the repeated blocks with fp8 matrix products (torchao). `tensorwise`: one scale per
+    matrix (compute capability 8.9 or higher). `rowwise`: one scale per row (9.0 or higher), with smaller rounding
+    errors. Weights keep their dtype; all else is bf16, including evaluation."""
     reshard: bool | None = None
-    """fsdp: `true`: in each micro-batch free gathered parameters after the forward, and reduce gradients (ZeRO-3);
-    `false`: gather and reduce once a step, and keep both whole until then. Default: `true`, or `false` with
+    """fsdp: `true`: free gathered parameters after each forward, and reduce gradients in each micro-batch (ZeRO-3);
+    `false`: gather and reduce once per step, and keep both unsharded until then. Default: `true`, or `false` with
     a pipeline."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """ddp, zero1, fsdp: dtype in which data-parallel ranks send and sum gradients. `bf16` is half the traffic,
-    and rounds every sum to three digits. With fsdp, sums over `parallel.replicate` stay in fp32."""
+    """ddp, zero1, fsdp: dtype in which data-parallel ranks send and sum gradients. `bf16` halves the traffic and rounds
+    every sum to three digits. With fsdp, sums over `parallel.replicate` stay in fp32."""
     replicate: Count = 1
     """fsdp: number of replicas of the sharded model (hybrid sharding)."""
     offload: bool = False
-    """fsdp, deepspeed: keep optimizer state in host memory, and also parameters where they are sharded."""
+    """fsdp, deepspeed: keep the optimizer state in host memory, and the parameters too if they are sharded."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
-    """deepspeed: ZeRO stage: 0 shards nothing, 1 the optimizer's state, 2 gradients as well, 3 parameters as well.
+    """deepspeed: ZeRO stage. 0 shards nothing; 1, the optimizer state; 2, also the gradients; 3, also the parameters.
     Default: 2, or 1 with a pipeline."""
 
     @property
     def features(self) -> Strategy:
-        """What the strategy can do: code asks for this, and rarely for a name."""
+        """The strategy's features; code should test these rather than the name."""
         return find_strategy(self.strategy)
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one model together."""
+        """Number of ranks that together hold one replica of the model."""
         return self.tensor * self.pipeline * self.context
 
 
 class EvalSection(Section):
     every: Count | None = None
-    """Evaluate on the validation data every so many steps; a run always evaluates at its end."""
+    """Evaluate on the validation data every N steps; a run always evaluates at its end."""
     at_start: bool = False
-    """Evaluate before the first step as well."""
+    """Also evaluate before the first step."""
     metric: Annotated[str, Field(min_length=1)] = "loss"
-    """The score that decides which checkpoint is the best."""
+    """The score that determines the best checkpoint."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Whether a smaller or a larger score is better. `auto`: as is usual for a score drawbar knows (`loss` or `mse`:
-    smaller; `accuracy` or `bleu`: larger); a resumed run keeps its choice. A score of your own needs `min` or `max`.
-    A tie keeps the first."""
+    """Whether a lower or a higher score is better. `auto`: the usual direction of a score that drawbar knows (`loss` or
+    `mse`: lower; `accuracy` or `bleu`: higher); a resumed run keeps its choice. Your own scores need `min` or `max`.
+    Ties keep the earlier checkpoint."""
     patience: Count | None = None
-    """Stop after this many evaluations in a row without a better score."""
+    """Stop after this many consecutive evaluations without a better score."""
     micro_batch: Count | None = None
-    """Rows in an evaluation forward. Default: as in `train`; for `auto`, 8,192 tokens, or 32 rows without tokens."""
+    """Rows per evaluation forward. Default: as in `train`; for `auto`, 8,192 tokens, or 32 rows without tokens."""
 
 
 class CheckpointSection(Section):
     every: Count | Interval | None = "30min"
-    """Save every so many steps, or so long after the last save (`30min`; `s`, `h` and `d`, too); a run always saves at
-    its end, and when it is told to stop."""
+    """Save every N steps, or this long after the last save (`90s`, `30min`, `2h`, `1d`). A run always saves at its end
+    and when it is stopped."""
     keep: Count = 3
-    """How many of the newest checkpoints to keep."""
+    """Number of most recent checkpoints to keep."""
     keep_best: bool = True
-    """Save whenever the evaluation finds a better score, and keep the best checkpoint in addition to `keep`."""
+    """Save whenever an evaluation finds a better score, and keep the best checkpoint in addition to `keep`."""
     layout: Literal["auto", "whole", "parts"] = "auto"
-    """`parts`: each process writes its own shards, at the same time as the others, to a disk that all nodes share.
-    `whole`: rank 0 gathers whole tensors and writes them. `auto`: parts where a checkpoint is larger than 2 GiB and all
-    nodes share its disk. Runs of any layout, strategy and number of processes read either."""
+    """`parts`: all processes write their own shards in parallel, to a disk that all nodes share. `whole`: rank 0
+    gathers and writes full tensors. `auto`: parts if a checkpoint is larger than 2 GiB and all nodes share its disk.
+    Any layout can be read with any layout, strategy and number of processes."""
     on_error: Literal["warn", "stop"] = "stop"
-    """Where a save fails because its disk is full, fails or can only be read: `stop` tries once more, and ends the run
-    with an error; `warn` warns, and goes on without that checkpoint until the next save is due. The save at the end of
-    a run must succeed with both. No older checkpoint is lost."""
+    """What to do if a save fails because the disk is full, broken or read-only. `stop`: retry once, then end the run
+    with an error. `warn`: warn, and continue without that checkpoint until the next save is due. With either, the save
+    at the end of a run must succeed. Older checkpoints are never lost."""
     remote: Annotated[Text, AfterValidator(check_store_url)] | None = None
-    """Copy every checkpoint to an object store, in the background: `s3://bucket/runs` (which needs the extra
-    `object-store`), or another URL that fsspec knows. The run has the folder `<run.name>` there, and goes on from it
-    where its disk is lost. Credentials are no part of the URL."""
+    """Copy every checkpoint to an object store, in the background: `s3://bucket/runs` (needs the extra `object-store`),
+    or another URL that fsspec supports. The run uses the folder `<run.name>` there, and resumes from it if its disk is
+    lost. Credentials do not belong in the URL."""
 
 
 class ProfileSection(Section):
     start: Count
     """First step to profile."""
     steps: Count = 1
-    """How many steps to profile."""
+    """Number of steps to profile."""
 
 
 class TrackingSection(Section):
     log_every: Count = 10
-    """Write metrics every so many steps."""
+    """Log metrics every N steps."""
     tensorboard: bool = True
     """Write TensorBoard event files."""
     trackers: Annotated[dict[Text, dict[str, Any] | None], AfterValidator(refuse_secrets)] = {}
-    """Other trackers, each with its options: `wandb`, `mlflow`, `trackio`, one of an installed package, or a class of
-    your own as `package.module:Class`. As in `{wandb: {project: demo}}`; `null` instead of options leaves one out."""
+    """Further trackers and their options, as in `{wandb: {project: demo}}`: `wandb`, `mlflow`, `trackio`, one from an
+    installed package, or your own as `package.module:Class`. `null` in place of the options disables a tracker."""
     profile: ProfileSection | None = None
     """Record a torch.profiler trace of these steps in `<run>/profile/`."""
 
 
 class LaunchSection(Section):
     nproc: Count | Auto = "auto"
-    """Processes to start on this machine; `auto`: one for each GPU, or one. `torchrun` overrules it."""
+    """Number of processes to start on this machine. `auto`: one per GPU, or one without GPUs. Ignored under
+    `torchrun`."""
     timeout: Annotated[int, Field(ge=10)] = 600
-    """Processes that wait for another one give up, and name it, after so many seconds without a heartbeat from it. A
-    process that is known to work (it writes a checkpoint, encodes or scores) is waited for until it is done."""
+    """Seconds without a heartbeat from another process after which waiting processes give up and name it. A process
+    known to be working (writing a checkpoint, encoding, scoring) is waited for until it finishes."""
     roll_call_seconds: Annotated[int, Field(ge=5)] = 60
-    """The node check: seconds that the nodes of a job wait for one another before training. Then those that did not
-    answer are named, and the run ends."""
+    """Node check: seconds that the nodes of a job wait for one another before training. After that, drawbar names the
+    missing nodes and ends the run."""
 
 
 C = TypeVar("C", bound=BaseModel)
 
 
 def _with_fields(config: type[C], **fields: Any) -> type[C]:
-    """A class of configurations with these fields besides, or in the place of its own."""
+    """Derive a configuration class with these fields added or replaced."""
     # a class made here has no source, and pydantic would search every loaded module for its docstrings
     switched_off: Any = {"use_attribute_docstrings": False}
     return create_model(
@@ -335,27 +336,27 @@ def _with_sections_of_guests(config: type[C]) -> type[C]:
 
 @_with_sections_of_guests
 class RunConfig(Section):
-    """A whole run. Every section can be left out; every default is written to the run's `config.yaml`."""
+    """A complete run. All sections are optional; every default is written to the run's `config.yaml`."""
 
     run: RunSection = RunSection()
     task: SerializeAsAny[TaskConfig] = CausalLMConfig()
     data: DataSection = DataSection()
     lora: LoraSection | None = None
-    """Train low-rank adapters instead of all weights (needs `peft`). In bf16 and fp16, frozen weights of linear layers
-    are stored in that precision."""
+    """Train low-rank adapters instead of all weights (needs `peft`). With bf16 and fp16, the frozen weights of linear
+    layers are stored in that precision."""
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Dtype of matrix products, and with `bf16` of the residual stream. Trained weights stay fp32. `auto`: bf16 on a
-    GPU that has it, else fp32; a resumed run keeps what it began with. For fp8 see `parallel.fp8`."""
+    """Dtype of matrix products and, with `bf16`, of the residual stream. Trained weights stay in fp32. `auto`: bf16 on
+    a GPU that supports it, else fp32; a resumed run keeps its choice. For fp8, see `parallel.fp8`."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """What to run on. `auto`: CUDA, else Apple's MPS (one process), else the CPU."""
+    """Device to run on. `auto`: CUDA, else Apple's MPS (one process), else the CPU."""
     parallel: ParallelSection = ParallelSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     tracking: TrackingSection = TrackingSection()
     callbacks: Annotated[list[Text | dict[Text, dict[str, Any]]], AfterValidator(refuse_secrets)] = []
-    """Callbacks, each as `package.module:Class`, or with options as in `{package.module:Class: {every: 10}}`."""
+    """Callbacks, each given as `package.module:Class`, or with options as `{package.module:Class: {every: 10}}`."""
     launch: LaunchSection = LaunchSection()
 
     @field_validator("task")
@@ -367,14 +368,14 @@ class RunConfig(Section):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy of ``parallel``; for ``auto``, the one that a guest's section chooses, or else a stand-in."""
+        """The strategy of ``parallel``; for ``auto``, the one that a guest's section chooses, else a placeholder."""
         if self.parallel.strategy != AUTO:
             return self.parallel.features
         return find_strategy(next(iter(self._strategies_of_sections().values()), AUTO))
 
     def with_parallel(self, parallel: ParallelSection) -> Self:
-        """The same run with another section ``parallel``. A guest's section that a strategy reads is dropped, unless
-        the new configuration runs under that strategy, too, and has the same ``zero_stage`` and ``offload``."""
+        """The same run with another section ``parallel``. Drops a guest's section that a strategy reads, unless the new
+        configuration uses that strategy too, with the same ``zero_stage`` and ``offload``."""
         changed = self.model_copy(update={"parallel": parallel})
         same = all(getattr(parallel, name) == getattr(self.parallel, name) for name in ("zero_stage", "offload"))
         kept = changed.strategy.name if same else None
@@ -382,13 +383,13 @@ class RunConfig(Section):
         return changed.model_copy(update=dict.fromkeys(dropped))
 
     def _strategies_of_sections(self) -> dict[str, str]:
-        """Of each guest's section that is set, and that a strategy reads: that strategy."""
+        """The strategies that read the guests' sections that are set, by section."""
         return {name: value.strategy for name, value in self if isinstance(value, GuestSection) and value.strategy}
 
     @property
     def has_process_per_gpu(self) -> bool:
-        """Whether a node runs a process for each of its GPUs, as ``launch.nproc: auto`` does, and so their number must
-        be known. False under ``dp``, whose one process computes on all GPUs."""
+        """Whether a node runs one process per GPU, as with ``launch.nproc: auto``, so the number of GPUs must be known.
+        False under ``dp``, where one process computes on all GPUs."""
         one_process = self.device in ("cpu", "mps") or self.parallel.features.one_process
         return self.launch.nproc == "auto" and not one_process
 
@@ -398,11 +399,11 @@ class RunConfig(Section):
 
     @property
     def cache_dir(self) -> Path:
-        """Where encoded data lie, for all runs in `run.dir`."""
+        """Folder for encoded data, shared by all runs in `run.dir`."""
         return Path(self.data.cache or Path(self.run.dir) / ".cache")
 
 
 @cache
 def run_config_type(task_config: type[TaskConfig]) -> type[RunConfig]:
-    """``RunConfig`` whose ``task`` section is this task's own ``Config``."""
+    """``RunConfig`` with this task's own ``Config`` as its ``task`` section."""
     return _with_fields(RunConfig, task=(task_config, Field(default_factory=task_config)))

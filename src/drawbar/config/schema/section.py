@@ -26,26 +26,26 @@ _USER_IN_URL = re.compile(r"://[^@]*:[^@]*@|//[^/]*@")
 
 
 def refuse_secrets(options: T) -> T:
-    """The options of a tracker or a callback as they are. Raises ValueError where one looks like a secret."""
+    """Return the options of a tracker or a callback unchanged. Raises ValueError if one looks like a secret."""
     _search(options, "")
     return options
 
 
 def check_store_url(url: str) -> str:
-    """The URL of a folder in an object store as it is. Raises ValueError, which does not quote it, for what is none, or
-    has a password or an option in it."""
+    """Return the URL of an object-store folder unchanged. Raises ValueError, without quoting the URL, if it is invalid
+    or contains a password or an option."""
     if not _STORE_URL.fullmatch(url):
         raise ValueError("expected a URL such as s3://bucket/folder")
     if _USER_IN_URL.search(url) or "?" in url:
         raise ValueError(
-            "there is a password or an option in the URL, and the file of a configuration is no place for one; the "
-            "library of the store looks for both in the environment (for s3://: AWS_… and FSSPEC_S3_…)"
+            "the URL contains a password or an option, which do not belong in a configuration file; the store's "
+            "library reads both from the environment (for s3://: AWS_… and FSSPEC_S3_…)"
         )
     return url
 
 
 def without_passwords(text: str) -> str:
-    """A message that may quote what the user has typed, with ``…`` for users and passwords of URLs."""
+    """Replace users and passwords in URLs by ``…``, for messages that quote user input."""
     return _LOGIN_IN_URL.sub("://…@", text)
 
 
@@ -58,13 +58,13 @@ def _search(value: Any, name: str) -> None:
             _search(inner, name)
     elif isinstance(value, str) and (SECRET.search(name) or _PASSWORD_IN_URL.search(value)):
         raise ValueError(
-            f"{name} looks like a secret, and the file of a configuration is no place for one; set it in the "
-            "environment, where the library looks for it (such as WANDB_API_KEY)"
+            f"{name} looks like a secret, which does not belong in a configuration file; set the environment variable "
+            "that the library reads (such as WANDB_API_KEY)"
         )
 
 
 def expand_path(text: str) -> str:
-    """``~``, ``$NAME`` and ``${NAME}`` written out. Raises ValueError for a variable that is not set."""
+    """Expand ``~``, ``$NAME`` and ``${NAME}``. Raises ValueError if a variable is not set."""
 
     def value(match: re.Match[str]) -> str:
         name = match.group(1) or match.group(2)
@@ -77,11 +77,11 @@ def expand_path(text: str) -> str:
 
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_path)]
-"""A path, or a name that may be one; ``~``, ``$NAME`` and ``${NAME}`` are expanded when the configuration is read."""
+"""A path, or a name that may be a path; ``~``, ``$NAME`` and ``${NAME}`` are expanded on reading the configuration."""
 
 
 def text_of(words: str, pattern: str, max_length: int | None = None) -> Any:
-    """What a text must be made of, as a pattern, and in ``words`` for people: "text of letters and digits"."""
+    """A field whose text must match ``pattern``, which ``words`` describes for people: "letters and digits"."""
     return Field(pattern=pattern, max_length=max_length, json_schema_extra={"$comment": words})
 
 
@@ -93,7 +93,7 @@ Separator = Annotated[str, text_of("one character, and no quote", r'^[^"\r\n]$')
 
 
 class SectionDefinitionError(PydanticUserError):
-    """The error of a section's class that pydantic refuses to define, with the class's name and annotations."""
+    """Pydantic's error about a section class that it refuses to define, with the class's name and annotations."""
 
     def __init__(self, error: PydanticUserError, class_name: str, annotations: dict[str, Any]) -> None:
         super().__init__(error.message, code=error.code)
@@ -102,7 +102,7 @@ class SectionDefinitionError(PydanticUserError):
 
 
 class SectionType(ModelMetaclass):
-    """The metaclass of sections: it adds to pydantic's error which class it is about."""
+    """Metaclass of sections: adds the class concerned to pydantic's errors."""
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **keywords: Any) -> Any:
         try:
@@ -130,6 +130,6 @@ Interval = Annotated[str, text_of("a number and a unit: 90s, 30min, 2h or 1d", r
 
 
 def interval_seconds(interval: str) -> int:
-    """The seconds of an ``Interval``."""
+    """Convert an ``Interval`` to seconds."""
     unit = interval.lstrip("0123456789")
     return int(interval.removesuffix(unit)) * _SECONDS[unit]

@@ -1,4 +1,4 @@
-"""The options of the built-in tasks. They live here so that `drawbar config` need not import torch."""
+"""The options of the built-in tasks, kept apart from the tasks so that `drawbar config` need not import torch."""
 
 from typing import Annotated, Any, Literal
 
@@ -19,62 +19,62 @@ class TokenizerTraining(Section):
     train: Literal["byte_bpe"]
     """Train a new tokenizer on the training data: byte-level BPE, so any text can be encoded."""
     vocab_size: Annotated[int, Field(ge=257)] = 4096
-    """Number of tokens, the 256 bytes and the end-of-text token included."""
+    """Vocabulary size, including the 256 bytes and the end-of-text token."""
 
 
 class GenerationSection(Section):
-    """How the model writes its predictions."""
+    """How the model generates its predictions."""
 
     max_new_tokens: Count = 128
-    """Most tokens to add."""
+    """Maximum number of tokens to generate."""
     beams: Count = 1
-    """Beams of a beam search; 1 is none."""
+    """Number of beams; 1 disables beam search."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    """0 is greedy: always the likeliest token."""
+    """Sampling temperature; 0 is greedy decoding."""
     top_k: Annotated[int, Field(ge=0)] = 50
-    """Draw from so many of the likeliest tokens; 0 for all."""
+    """Sample from the k most likely tokens; 0 for all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw from the likeliest tokens that have this probability together."""
+    """Sample from the smallest set of most likely tokens with this total probability (nucleus sampling)."""
 
 
 class PretrainedTaskConfig(TaskConfig):
-    """Options that all built-in tasks share."""
+    """Options shared by all built-in tasks."""
 
     model: PathText
-    """Hub name or folder of a pretrained model, or a run whose model to begin with: `RUN`, `RUN@best`, `RUN@STEP`; with
+    """Hub name or folder of a pretrained model, or a run to start from: `RUN`, `RUN@best`, `RUN@STEP`; with
     `from_scratch`, also a model type such as `bert` or `t5`."""
     from_scratch: dict[str, Any] | None = None
-    """Start from random weights, with these fields of the architecture's own config changed (`{}`: none)."""
+    """Start from random weights, overriding these fields of the architecture's config (`{}`: none)."""
     tokenizer: PathText | TokenizerTraining | None = None
     """Hub name or folder of the tokenizer (default: the model's own), or `{train: byte_bpe, vocab_size: N}`."""
     add_special_tokens: Literal["auto", "begin", "end", "begin_end", "none"] = "auto"
-    """What the tokenizer puts around a text: the begin token, the end token, both or nothing. `auto`: a given tokenizer
-    puts what it always puts, and what the task cannot do without (an end of the text to write, something between two
-    texts); a tokenizer that is trained here puts what the task needs."""
+    """Special tokens added around a text: the begin token, the end token, both or none. `auto`: an existing tokenizer
+    adds its usual ones and those the task requires (an end to the text to generate, a separator between two texts); a
+    tokenizer trained by this run adds those the task requires."""
     attention: Text = "auto"
-    """How attention is computed: `sdpa`, `eager`, `flash_attention_2`, `flash_attention_3`, `flex_attention`, or a
-    kernel of the hub; `auto`: the choice of transformers, which is sdpa where the model has it."""
+    """Attention implementation: `sdpa`, `eager`, `flash_attention_2`, `flash_attention_3`, `flex_attention`, or a
+    kernel from the Hub. `auto`: the default of transformers, which is sdpa if the model supports it."""
     resize_embeddings: bool = False
-    """Grow or shrink the model's embeddings to the tokenizer's size. If false, too large a tokenizer is an error."""
+    """Resize the model's embeddings to the tokenizer's size. If false, too large a tokenizer is an error."""
     metrics: list[Text] | None = None
-    """Scores of an evaluation: names such as `accuracy`, or `package.module:function` (default: the task's usual)."""
+    """Evaluation metrics: names such as `accuracy`, or `package.module:function` (default: the usual for the task)."""
 
 
 class LanguageModelConfig(PretrainedTaskConfig):
     """Options of the built-in tasks that predict tokens."""
 
     cross_entropy: Literal["auto", "plain", "chunked", "liger"] = "auto"
-    """How the loss is computed: `plain`, from the logits of all positions; `chunked`, in the model's head, for some
-    targets at a time and none of the ignored positions, which takes far less memory and time; `liger`, by the kernels
-    of `liger-kernel` (CUDA). `auto`: chunked where the model allows it; a resumed run goes on as it began."""
+    """How the loss is computed. `plain`: from the logits of all positions. `chunked`: in the model's head, a chunk of
+    targets at a time and without ignored positions, which takes far less memory and time. `liger`: by the kernels
+    of `liger-kernel` (CUDA). `auto`: chunked if the model supports it; a resumed run keeps its choice."""
 
 
 TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs", "system")
-"""The keys of a record that the chat template gets beside its messages, as in TRL and axolotl."""
+"""The keys of a record that are passed to the chat template with its messages, as in TRL and axolotl."""
 
 
 COLUMNS_BY_SHAPE = ("prompt_column", "completion_column", "messages_column")
-"""Options of ``causal_lm`` that follow from the shape of the records, where the user names no column."""
+"""Options of ``causal_lm`` that are derived from the shape of the records if the user names no column."""
 
 
 class CausalLMConfig(LanguageModelConfig):
@@ -83,45 +83,45 @@ class CausalLMConfig(LanguageModelConfig):
     type: Text = "causal_lm"
     """A built-in task (`causal_lm`, `sequence_classification`, …), or your own class as `package.module:Class`."""
     model: PathText = "llama"
-    """Hub name or folder of a pretrained model, or a run whose model to begin with: `RUN`, `RUN@best`, `RUN@STEP`; with
+    """Hub name or folder of a pretrained model, or a run to start from: `RUN`, `RUN@best`, `RUN@STEP`; with
     `from_scratch`, also a model type such as `llama` or `gpt2`."""
     text_column: Text = "text"
-    """The key that holds the text of a record."""
+    """Key of the text in a record."""
     prompt_column: Text | None = None
-    """Instruction tuning: the key that holds the prompt. The loss is that of the completion alone."""
+    """Instruction tuning: key of the prompt. The loss covers only the completion."""
     completion_column: Text | None = None
-    """Instruction tuning: the key that holds the completion."""
+    """Instruction tuning: key of the completion."""
     messages_column: Text | None = None
-    """Instruction tuning: the key that holds a chat, a list of `{role, content}`; the loss is that of the answers. The
-    template also gets the record's `tools`, `documents`, `chat_template_kwargs` and `system`."""
+    """Instruction tuning: key of a chat, a list of `{role, content}`. The loss covers only the answers. The chat
+    template also receives the record's `tools`, `documents`, `chat_template_kwargs` and `system`."""
     answers: Literal["all", "last"] = "all"
-    """Chats: over which of the assistant's messages the loss is computed."""
+    """Chats: which of the assistant's messages the loss covers."""
     chat_template: Text | None = None
-    """Chats: a Jinja file, or a template as text, in place of the tokenizer's own; it is kept with the tokenizer."""
+    """Chats: a Jinja file, or a template as text, that replaces the tokenizer's own and is saved with the tokenizer."""
     generation: GenerationSection | None = None
-    """Instruction tuning: write completions in an evaluation, and score them (default: the loss alone)."""
+    """Instruction tuning: generate completions during evaluation, and score them (default: only the loss)."""
 
 
 def names_no_column(options: TaskConfig) -> bool:
-    """Whether the user leaves it to the shape of the records which columns ``causal_lm`` reads."""
+    """Whether the shape of the records, not the user, determines the columns that ``causal_lm`` reads."""
     return isinstance(options, CausalLMConfig) and not options.model_fields_set & {*COLUMNS_BY_SHAPE, "text_column"}
 
 
 class SequenceClassificationConfig(PretrainedTaskConfig):
-    """Options of the built-in task `sequence_classification`: a label, several, or a number for each text."""
+    """Options of the built-in task `sequence_classification`: one label, several labels, or a number for each text."""
 
     type: Text = "sequence_classification"
     text_column: Text = "text"
-    """The key that holds the text."""
+    """Key of the text."""
     text_pair_column: Text | None = None
-    """The key of a second text, for pairs of sentences."""
+    """Key of a second text, for sentence pairs."""
     label_column: Text = "label"
-    """The key that holds the label; a list of labels for `multi_label`, a number for `regression`."""
+    """Key of the label: a list of labels for `multi_label`, a number for `regression`."""
     problem: Literal["single_label", "multi_label", "regression"] = "single_label"
-    """A record has exactly one of the labels, any number of the labels, or a number."""
+    """Whether a record has exactly one label, any number of labels, or a number."""
     labels: list[str | int | bool] | None = None
-    """All labels, in the order of the model's outputs (default: those of the training data, in the order that its
-    files name them in, or sorted). A pretrained model that was trained for the same labels keeps its own order."""
+    """All labels, in the order of the model's outputs (default: those of the training data, in the order declared in
+    its files, or else sorted). A pretrained model with the same labels keeps its own order."""
 
 
 class TokenClassificationConfig(PretrainedTaskConfig):
@@ -129,42 +129,42 @@ class TokenClassificationConfig(PretrainedTaskConfig):
 
     type: Text = "token_classification"
     tokens_column: Text = "tokens"
-    """The key that holds the list of words."""
+    """Key of the list of words."""
     labels_column: Text = "tags"
-    """The key that holds the list of their labels."""
+    """Key of the list of their labels."""
     labels: list[str | int | bool] | None = None
-    """All labels, in the order of the model's outputs (default: those of the training data, in the order that its
-    files name them in, or sorted). A pretrained model that was trained for the same labels keeps its own order."""
+    """All labels, in the order of the model's outputs (default: those of the training data, in the order declared in
+    its files, or else sorted). A pretrained model with the same labels keeps its own order."""
 
 
 class Seq2SeqConfig(LanguageModelConfig):
-    """Options of the built-in task `seq2seq`: write a text from another, such as a translation or a summary."""
+    """Options of the built-in task `seq2seq`: generate a text from another, such as a translation or a summary."""
 
     type: Text = "seq2seq"
     source_column: Text = "source"
-    """The key that holds the text to read."""
+    """Key of the source text."""
     target_column: Text = "target"
-    """The key that holds the text to write."""
+    """Key of the target text."""
     source_prefix: str = ""
-    """Put before every source, such as `translate English to German: `."""
+    """Text to prepend to every source, such as `translate English to German: `."""
     source_language: Text | None = None
-    """For multilingual models (NLLB, mBART, M2M100): the sources' language, as the tokenizer names it (`eng_Latn`)."""
+    """Multilingual models (NLLB, mBART, M2M100): language of the sources, as the tokenizer names it (`eng_Latn`)."""
     target_language: Text | None = None
-    """The language of the targets, likewise; what the model writes begins with its code."""
+    """Multilingual models: language of the targets. Generated text begins with its code."""
     target_length: Annotated[int, Field(ge=2)] | None = None
-    """Longest target, in tokens (default: `data.sequence_length`)."""
+    """Maximum target length, in tokens (default: `data.sequence_length`)."""
     generation: GenerationSection | None = GenerationSection()
-    """How an evaluation writes its predictions; `null`: none are written, and the loss is the only score."""
+    """How evaluation generates predictions; `null` disables generation, and the loss is the only score."""
 
 
 class MaskedLMConfig(LanguageModelConfig):
-    """Options of the built-in task `masked_lm`: find the words that were masked."""
+    """Options of the built-in task `masked_lm`: predict the masked tokens."""
 
     type: Text = "masked_lm"
     text_column: Text = "text"
-    """The key that holds the text of a record."""
+    """Key of the text in a record."""
     mask_share: Annotated[Fraction, Field(gt=0)] = 0.15
-    """Share of the tokens to predict; 80% of them are masked, 10% replaced by a random token, 10% kept (BERT)."""
+    """Share of the tokens to predict: 80% of these are masked, 10% replaced by a random token, 10% kept (BERT)."""
 
 
 BUILT_IN_TASKS: dict[str, type[TaskConfig]] = {
@@ -187,4 +187,4 @@ TASKS: Registry[Any] = Registry(
         "masked_lm": "drawbar.tasks.masked_lm:MaskedLM",
     },
 )
-"""Names for ``task.type``. A class of your own is also found as ``package.module:Class``."""
+"""Names for ``task.type``. Your own class may also be given as ``package.module:Class``."""

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: stages, the steps of training, and forwards for evaluation and generation."""
+"""Pipeline parallelism: stages, training steps, and forwards for evaluation and generation."""

@@ -1,5 +1,5 @@
-"""``PipelineInference``: a pipeline that is called like the full model, for evaluation, predictions and transformers'
-``generate``. Every rank calls it with the same arguments. The stages compute in turn, and all ranks get the logits, so
+"""``PipelineInference``: a pipeline that is called like the full model, for evaluation, prediction and transformers'
+``generate``. Every rank calls it with the same arguments. The stages run in turn, and all ranks receive the logits, so
 all ranks generate the same text.
 """
 
@@ -33,7 +33,7 @@ class PipelineInference:
     Args:
         stage_modules, group: as for ``Pipeline``.
         width: hidden size.
-        vocabulary: number of logits.
+        vocabulary: number of logits per position.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class PipelineInference:
             return self._answer(kwargs)
 
         model.forward = forward_through_stages
-        if len(self.stage_modules) > 1:  # a cache of transformers fits the layers of one stage
+        if len(self.stage_modules) > 1:  # a transformers cache covers the layers of only one stage
             model.generate = _without_cache(model.generate)
         return model
 
     def compute(self, kwargs: Arguments) -> CausalLMOutputWithPast:
-        """One forward pass of the full model, stage by stage; every rank gets the same outputs, in fp32."""
+        """Run a forward pass of the full model, stage by stage; every rank gets the same outputs, in fp32."""
         rows, length = kwargs["input_ids"].shape
         if len(self.stage_modules) > 1:
             kwargs = {**kwargs, "past_key_values": None, "use_cache": False}
@@ -88,7 +88,7 @@ class PipelineInference:
 
     @torch.no_grad()
     def last_stage_output(self, kwargs: Arguments) -> Tensor | None:
-        """What the last stage returns, on it alone: the logits, or the loss where its head computes it."""
+        """The output of the last stage, only on its rank: the logits, or the loss if its head computes it."""
         return self._in_turns(kwargs, *kwargs["input_ids"].shape)
 
     def _in_turns(self, kwargs: Arguments, rows: int, length: int) -> Tensor | None:
@@ -109,7 +109,7 @@ class PipelineInference:
         return out if self.last else None
 
     def record_inputs(self, call: Callable[[nn.Module], Any]) -> Arguments:
-        """Record the arguments with which ``call`` calls the model; nothing is computed.
+        """Record the arguments with which ``call`` calls the model, without computing anything.
 
         Raises:
             UserError: it does not call the model.
@@ -126,7 +126,7 @@ class PipelineInference:
         raise _fault("does not call the model")
 
     def replay_outputs(self, call: Callable[[nn.Module], Any], logits: Tensor) -> Any:
-        """The result of ``call`` if its one call of the model returns these logits.
+        """The result of ``call`` if its single call of the model returns these logits.
 
         Raises:
             UserError: it calls the model again.
@@ -151,8 +151,8 @@ class PipelineInference:
 
     @contextmanager
     def synced_rng(self) -> Iterator[None]:
-        """Context in which all ranks of the pipeline use the RNG state of its first rank, so that they sample the same
-        text."""
+        """Context manager in which all ranks of the pipeline use the RNG state of its first rank, so that they sample
+        the same text."""
         on_cuda = self.device.type == "cuda"
         state = torch.cuda.get_rng_state(self.device) if on_cuda else torch.get_rng_state()
         sent = state.to(self.device)
@@ -169,7 +169,7 @@ class PipelineInference:
 
 
 class _ModelCalled(BaseException):
-    """Ends a recorded call; a BaseException, so that no ``except Exception`` of a task swallows it."""
+    """Ends a recorded call; a BaseException, so that no ``except Exception`` in a task catches it."""
 
     def __init__(self, kwargs: Arguments) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class _ModelCalled(BaseException):
 
 
 def _num_logits(logits_to_keep: int | Tensor, length: int) -> int:
-    """For how many positions there are logits: transformers' ``slice_logits_to_keep``."""
+    """Number of positions with logits: transformers' ``slice_logits_to_keep``."""
     if isinstance(logits_to_keep, Tensor):
         return len(logits_to_keep)
     return min(logits_to_keep or length, length)
@@ -195,7 +195,7 @@ def _check(kwargs: Mapping[str, Any]) -> None:
     if kwargs.get("input_ids") is None:
         raise _fault("calls the model without input_ids")
     if kwargs.get("labels") is not None:
-        raise _fault("gives the model labels, for a loss that only the last stage could compute")
+        raise _fault("passes labels to the model, for a loss that only the last stage could compute")
 
 
 def _fault(what: str) -> UserError:

@@ -1,11 +1,11 @@
-"""Training steps of a pipeline: in which order a rank computes, and what it sends to its neighbours.
+"""Training steps of a pipeline: the order in which a rank computes, and what it sends to its neighbours.
 
 The schedules are GPipe (Huang et al. 2019, arXiv:1811.06965), 1F1B and interleaved 1F1B (Narayanan et al. 2021,
-arXiv:2104.04473). A step is a list of instructions, known before it begins. Hidden states are sent in the
-dtype of the residual stream, so a pipeline computes the same as one process.
+arXiv:2104.04473). A step is a list of instructions, known in advance. Hidden states are sent in the dtype of the
+residual stream, so a pipeline computes the same as one process.
 
-Not by ``torch.distributed.pipelining``: its stages take micro-batches of one shape, and what has to be replaced inside
-them for micro-batches of many is another in torch 2.11, 2.13 and 2.15.
+This does not use ``torch.distributed.pipelining``: its stages require micro-batches of one shape, and the internals to
+replace for varying shapes differ between torch 2.11, 2.13 and 2.15.
 
 P: ranks of the pipeline; B: rows, L: tokens in a row, of a micro-batch; H: hidden size.
 """
@@ -26,10 +26,10 @@ from drawbar.parallel.ddp import gradient_sync
 from drawbar.parallel.precision import autocast, stream_dtype
 
 Inputs = Mapping[str, Any]
-"""What the model is called with for one micro-batch: ``input_ids`` (B, L), and more."""
+"""The model's keyword arguments for one micro-batch: ``input_ids`` (B, L), and others."""
 Loss = Callable[[Tensor, int], Tensor]
-"""(output of the last stage: the logits, or the loss of its head; index of the micro-batch) → what backward starts
-from (0-d)."""
+"""(output of the last stage: the logits, or the loss of its head; index of the micro-batch) → the scalar that backward
+starts from (0-d)."""
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,27 @@ class Action:
     is_backward: bool
 
     def needs(self, stages: int) -> "Action | None":
-        """The action of another stage whose result this one takes; None where the micro-batch or the loss begins it."""
+        """The action of another stage whose result this one needs; None if it starts from the micro-batch or the
+        loss."""
         before = self.stage + 1 if self.is_backward else self.stage - 1
         return Action(before, self.micro_batch, self.is_backward) if 0 <= before < stages else None
 
     def feeds(self, stages: int) -> "Action | None":
-        """The action of another stage that takes this one's result."""
+        """The action of another stage that needs this one's result."""
         after = self.stage - 1 if self.is_backward else self.stage + 1
         return Action(after, self.micro_batch, self.is_backward) if 0 <= after < stages else None
 
 
 @dataclass(frozen=True)
 class Receive:
-    """Receive the result of another rank's action. Messages between two ranks come in the sender's order."""
+    """Receive the result of another rank's action. Messages between two ranks arrive in the sender's order."""
 
     result_of: Action
 
 
 @dataclass(frozen=True)
 class Send:
-    """Send the result of an action to the rank whose action takes it."""
+    """Send the result of an action to the rank whose action needs it."""
 
     result_of: Action
 
@@ -69,11 +70,11 @@ Instruction = Action | Receive | Send
 
 
 def actions_of(schedule: str, rank: int, ranks: int, chunks: int, count: int) -> list[Action]:
-    """What a rank computes in a step of ``count`` micro-batches, in order.
+    """The actions of a rank in a step of ``count`` micro-batches, in order.
 
-    Some forwards come first, then one forward and one backward in turn, then the remaining backwards. With several
-    stages on a rank, rounds of P micro-batches pass through one of its stages after another; what the last round lacks
-    is left out.
+    Some forwards come first, then forwards and backwards alternate, then the remaining backwards follow. With several
+    stages on a rank, rounds of P micro-batches pass through one of its stages after another; the last round may be
+    incomplete.
 
     Args:
         schedule: ``gpipe``, ``1f1b`` or ``interleaved``.
@@ -83,15 +84,15 @@ def actions_of(schedule: str, rank: int, ranks: int, chunks: int, count: int) ->
     order = [(chunk, number) for numbers in rounds for chunk in range(chunks) for number in numbers]
     forwards = [Action(rank + ranks * chunk, number, False) for chunk, number in order]
     backwards = [Action(rank + ranks * (chunks - 1 - chunk), number, True) for chunk, number in order]
-    behind = ranks - 1 - rank  # how many ranks the first micro-batch has still to pass
+    behind = ranks - 1 - rank  # number of ranks that the first micro-batch has yet to pass
     lead = {"gpipe": len(order), "1f1b": behind, "interleaved": (chunks - 1) * ranks + 2 * behind}[schedule]
     in_turn = chain.from_iterable(zip_longest(forwards[lead:], backwards))
     return [action for action in (*forwards[:lead], *in_turn) if action is not None and action.micro_batch < count]
 
 
-@lru_cache(maxsize=16)  # most steps have as many micro-batches as the one before
+@lru_cache(maxsize=16)  # most steps have as many micro-batches as the previous one
 def instructions_of(schedule: str, rank: int, ranks: int, chunks: int, count: int) -> tuple[Instruction, ...]:
-    """A rank's step: its actions, each behind what it has to receive, and followed by what it has to send."""
+    """A rank's step: its actions, each preceded by what it must receive, and followed by what it must send."""
     stages = ranks * chunks
     arrivals = {}
     for peer in {(rank - 1) % ranks, (rank + 1) % ranks}:
@@ -113,27 +114,27 @@ def instructions_of(schedule: str, rank: int, ranks: int, chunks: int, count: in
 
 @dataclass
 class _Step:
-    """What a rank holds within a step."""
+    """A rank's state within a step."""
 
     inputs: Sequence[Inputs]
     loss: Loss
     messages: dict[Action, Tensor] = field(default_factory=dict)
     """Results of actions, to be sent or received: hidden states and their gradients, shape (B, L, H)."""
     graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    """By stage and micro-batch, from forward to backward: what the stage received, and its output."""
+    """By stage and micro-batch, from forward to backward: the stage's input and output."""
     sent: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
-    """Messages on their way; their memory must stay."""
+    """Messages in flight, whose memory must be kept."""
 
 
 class Pipeline:
     """The stages of this rank, and their part in each step.
 
     Args:
-        stage_modules: in order: stage ``i``, and with interleaving ``i + P`` as well, on rank ``i`` of P.
+        stage_modules: in order: stage ``i``, and with interleaving also ``i + P``, on rank ``i`` of P.
         schedule: ``gpipe``, ``1f1b`` or ``interleaved``.
-        group: the ranks that hold the model's stages, in their order; for messages to higher ranks.
+        group: the ranks that hold the model's stages, in stage order; for messages to higher ranks.
         downward: the same ranks in another group, for messages to lower ranks: NCCL keeps the order of all messages in
-            a group, and two ranks that send to each other at once would wait for one another.
+            a group, so two ranks that send to each other at the same time would deadlock.
         width: H.
         reshard: FSDP: reduce the gradients and free the parameters of each block within each backward, not once a step.
     """
@@ -161,12 +162,12 @@ class Pipeline:
         self.stages = self.ranks * len(stage_modules)
 
     def run(self, inputs: Sequence[Inputs], loss: Loss) -> None:
-        """Forward and backward of all micro-batches; gradients add up in the parameters.
+        """Run forward and backward of all micro-batches; gradients accumulate in the parameters.
 
-        Every rank calls it with the same micro-batches.
+        Every rank must call it with the same micro-batches.
 
         Args:
-            loss: called on the last stage alone.
+            loss: called only on the last stage.
         """
         step = _Step(inputs, loss)
         chunks = len(self.stage_modules)
@@ -232,11 +233,11 @@ class Pipeline:
 
 @torch.no_grad()
 def add_up_tied(gradient: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    """Add the gradient of the other copy of a tied weight, in place. Both ranks then have the same sum, bit by bit.
+    """Add the gradient of the other copy of a tied weight, in place. Both ranks then have bitwise the same sum.
 
     Args:
         gradient: the gradient of this rank's copy, as a plain tensor.
-        peer: the rank, in the group, that has the other copy.
+        peer: the group rank that has the other copy.
     """
     other = torch.empty_like(gradient)
     operations = [

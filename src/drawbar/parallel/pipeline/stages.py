@@ -1,7 +1,7 @@
 """Splits a causal language model into stages: consecutive blocks, plus the embedding (first) and the head (last).
 
 A stage is a pruned copy of the transformers model: modules of other stages are replaced by placeholders, mostly
-identities, so its own ``forward`` still makes positions, masks and caches. Parameters keep their names.
+identities, so the model's own ``forward`` still makes positions, masks and caches. Parameters keep their names.
 """
 
 from collections import OrderedDict
@@ -37,11 +37,11 @@ class Zero(nn.Module):
 
 
 def blocks_of_stages(model: nn.Module, plan: PipelinePlan, stages: int, chosen: Sequence[int] | None) -> list[int]:
-    """How many blocks each stage has.
+    """Number of blocks in each stage.
 
     Args:
-        chosen: the number of blocks of each stage, as given by the user (``parallel.cuts``); None for the least sum of
-            the squares of the stages' parameter counts, with the embedding on the first stage and the head on the last.
+        chosen: the number of blocks in each stage as given by the user (``parallel.cuts``); None to minimize the sum of
+            squares of the stages' parameter counts, with the embedding on the first stage and the head on the last.
 
     Raises:
         UserError: there are fewer blocks than stages, or the cuts do not fit.
@@ -59,7 +59,7 @@ def blocks_of_stages(model: nn.Module, plan: PipelinePlan, stages: int, chosen: 
                 f"the cuts {list(chosen)} are {len(chosen)} stages with {sum(chosen)} blocks; "
                 f"there are {stages} stages, and the model has {len(blocks)} blocks",
                 where="parallel.cuts",
-                remedy=f"give {stages} numbers that sum up to {len(blocks)}, or leave it out",
+                remedy=f"give {stages} numbers that sum to {len(blocks)}, or leave it out",
             )
         return list(chosen)
     sizes = [_size(block) for block in blocks]
@@ -73,7 +73,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _balanced(sizes: Sequence[int], stages: int) -> list[int]:
-    """How many consecutive blocks go into each stage, so that the sum of the squares of the stages' sizes is the least.
+    """Number of consecutive blocks in each stage that minimizes the sum of squares of the stages' sizes.
 
     Dynamic programming: the best split of ``n`` blocks into ``s`` stages follows from the best splits of fewer blocks.
     """
@@ -92,19 +92,19 @@ def _balanced(sizes: Sequence[int], stages: int) -> list[int]:
 
 
 def is_tied(model: nn.Module, plan: PipelinePlan) -> bool:
-    """Whether embedding and head share their weight. First and last stage then each have a copy."""
+    """Whether embedding and head share a weight, of which first and last stage then each have a copy."""
     return getattr(model.get_submodule(plan.head), "weight", 0) is model.get_submodule(plan.embedding).weight
 
 
 def build_stage(model: nn.Module, plan: PipelinePlan, blocks_per_stage: Sequence[int], stage: int) -> nn.Module:
-    """One stage: a copy of the model with this stage's blocks alone. The first stage has the embedding, the last the
-    head.
+    """Build one stage: a copy of the model with only this stage's blocks. The first stage also has the embedding, the
+    last the head.
 
     It is called like the full model, with ``input_ids`` as a keyword; later stages also take the hidden states
     (B, L, H), as the only positional argument. It returns hidden states; the last stage, the logits (B, L, V).
 
     Args:
-        model: transformers', whole, on the meta device or not.
+        model: the full transformers model, on the meta device or not.
     """
     starts = [0, *accumulate(blocks_per_stage)]
     start, stop = list(pairwise(starts))[stage]
@@ -125,7 +125,7 @@ def build_stage(model: nn.Module, plan: PipelinePlan, blocks_per_stage: Sequence
 
 
 def _keep_blocks(stage_module: nn.Module, plan: PipelinePlan, start: int, stop: int) -> None:
-    """Remove the blocks of other stages. The rest keep their names, and are numbered from 0 for caches and masks."""
+    """Remove the blocks of other stages. The rest keep their names, but are numbered from 0 for caches and masks."""
     blocks: Any = stage_module.get_submodule(plan.blocks)
     # iterating and slicing go by order, not by name
     blocks._modules = OrderedDict((str(number), blocks[number]) for number in range(start, stop))
@@ -148,7 +148,7 @@ def _add_stage_hooks(stage_module: nn.Module, received: StageInput | None) -> No
 
     def give(module: nn.Module, args: Any, outputs: Any) -> Tensor:
         if received is not None:
-            received.hidden_BLH = None  # else the graph of the newest micro-batch would outlive the step
+            received.hidden_BLH = None  # otherwise the graph of the last micro-batch would outlive the step
         return outputs[0] if isinstance(outputs, tuple) else outputs.logits
 
     stage_module.register_forward_pre_hook(take, with_kwargs=True)
@@ -156,7 +156,7 @@ def _add_stage_hooks(stage_module: nn.Module, received: StageInput | None) -> No
 
 
 class LocalStages(nn.Module):
-    """The stages of one rank as one module. Parameters and buffers have their names in the whole model.
+    """The stages of one rank as one module. Parameters and buffers have their full-model names.
 
     Args:
         stage_modules: from :func:`build_stage`.
@@ -166,11 +166,11 @@ class LocalStages(nn.Module):
     def __init__(self, stage_modules: Sequence[nn.Module], model: nn.Module, plan: PipelinePlan) -> None:
         super().__init__()
         self.stage_modules = nn.ModuleList(stage_modules)
-        # the head's copy of a tied weight goes by the name that the weight has in the whole model
+        # the head's copy of a tied weight is named as in the full model
         self._renamed = {f"{plan.head}.weight": f"{plan.embedding}.weight"} if is_tied(model, plan) else {}
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The head, or its placeholder. Muon finds the head by this method, as in a model of transformers."""
+        """The head, or its placeholder. Muon finds the head with this method, as in a transformers model."""
         last: Any = self.stage_modules[-1]
         return last.get_output_embeddings()
 

@@ -18,7 +18,7 @@ from drawbar.train.callbacks.status import StatusCallback
 from drawbar.train.run import Run
 
 OWN_CALLBACKS: list[tuple[Callable[[Run], Callback], Callable[[Run], bool]]] = [
-    # before an evaluation or a save, which do not belong in a trace
+    # before an evaluation or a save, which should not appear in a trace
     (ProfileCallback, lambda run: run.config.tracking.profile is not None),
     (LogCallback, lambda run: True),
     (SaveCallback, lambda run: True),
@@ -28,9 +28,9 @@ OWN_CALLBACKS: list[tuple[Callable[[Run], Callback], Callable[[Run], bool]]] = [
     (StatusCallback, lambda run: run.world.is_rank0),
     (TimedSaveCallback, lambda run: run.world.is_rank0 and isinstance(run.config.checkpoint.every, str)),
 ]
-"""Each, and whether a run has it, in the order in which they are called."""
+"""Each callback with a test whether a run has it, in calling order."""
 
 
 def own_callbacks(run: Run) -> list[Callback]:
-    """Those that this rank has, each made with the run."""
+    """Create the callbacks of this rank."""
     return [make(run) for make, is_wanted in OWN_CALLBACKS if is_wanted(run)]

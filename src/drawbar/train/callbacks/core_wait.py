@@ -1,4 +1,4 @@
-"""Lets the threads of a CPU run sleep at once while they share their cores with other programs; warns of it, too."""
+"""Lets the threads of a CPU run sleep instead of spin while they share cores with other programs, and warns of it."""
 
 import time
 
@@ -10,21 +10,21 @@ from drawbar.train.callback import Callback, RunHandle
 from drawbar.train.step import StepInfo
 
 LOOK_SECONDS = 1.0
-"""The length of a measuring window; a step may be longer."""
+"""Length of a measuring window; a step may be longer."""
 LARGE_SHARE = 0.1
-"""The fraction of a window spent waiting for a core above which threads had better sleep than spin; on an idle machine
-it is about 0.01."""
+"""Fraction of a window spent waiting for a core above which threads should sleep rather than spin; about 0.01 on an
+idle machine."""
 QUIET_WINDOWS = 5
-"""Windows below that fraction, one after another, after which threads spin again."""
+"""Number of consecutive windows below that fraction after which threads spin again."""
 WARN_SECONDS = 30.0
-"""How long it lasts until a person is told."""
+"""How long the contention must last before a warning."""
 
 
 class CoreWaitCallback(Callback):
-    """For CPU runs with several threads: there, one delayed thread holds up all others. Warns once.
+    """For CPU runs with several threads, where one delayed thread holds up all others. Warns once.
 
-    Threads that wait by spinning are the fastest on a machine of one's own, and several times slower beside another
-    program, which then waits for their core as they wait for its: which of both it is shows while the run trains.
+    Spinning is the fastest way to wait on an otherwise idle machine, and several times slower beside another program,
+    since each then waits for the other's core. Which case applies only shows during training.
     """
 
     def __init__(self) -> None:
@@ -59,8 +59,8 @@ class CoreWaitCallback(Callback):
 
 def _warn(share: float) -> None:
     logger.warning(
-        "for %.0f s, threads of this process have waited for cores (one of them for %.0f%% of the time), and others "
-        "for them: other programs or ranks use the cores of this machine. This process has %d threads; fewer may be "
+        "for %.0f s, threads of this process have been waiting for cores (one of them for %.0f%% of the time) and "
+        "delaying others: other programs or ranks use this machine's cores. This process has %d threads; fewer may be "
         "faster: OMP_NUM_THREADS=%d",
         WARN_SECONDS, 100 * share, torch.get_num_threads(), max(1, torch.get_num_threads() // 2),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Evaluation with the validation data: when it is due, which score is the best, and when to stop early."""
+"""Evaluation on the validation data: when it is due, which score is the best, and when to stop early."""
 
 import math
 
@@ -35,11 +35,11 @@ class EvaluateCallback(Callback):
         try:
             evaluation = self._run.evaluate()
             if evaluation is None:
-                logger.info("the evaluation of step %d is given up, and made when the run goes on", progress.step)
+                logger.info("the evaluation of step %d is abandoned; it runs when the run resumes", progress.step)
                 return
             score = self._score(evaluation.scores)
         except EvaluationFailed as error:
-            logger.warning("the evaluation of step %d failed: the run saves, and ends", progress.step)
+            logger.warning("the evaluation of step %d failed: the run saves and stops", progress.step)
             log_to_file(error.trace)
             self._run.stop.fail(error)
             return
@@ -63,7 +63,7 @@ class EvaluateCallback(Callback):
 
     def _score(self, scores: dict[str, float]) -> float:
         if self._config.metric not in scores:
-            remedy = "set eval.metric to one of them, and begin again under another run.name"
+            remedy = "set eval.metric to one of them, and start over under another run.name"
             raise EvaluationFailed.of(unknown_metric(self._config.metric, scores, remedy), self._run.world)
         return scores[self._config.metric]
 
@@ -71,7 +71,7 @@ class EvaluateCallback(Callback):
         try:
             write_results(self._folder, evaluation, step)
         except OSError as error:
-            logger.warning("%s could not be written, and the run goes on: %s", self._folder, error.strerror)
+            logger.warning("%s could not be written; the run continues: %s", self._folder, error.strerror)
 
     def _compare(self, progress: RunProgress, score: float) -> None:
         if math.isnan(score) and not self._warned_of_nan:

@@ -1,4 +1,4 @@
-"""Metrics every few steps, and model FLOPs utilization (MFU): the share of the devices' peak FLOP/s."""
+"""Metrics every few steps, and model FLOPs utilization (MFU): the fraction of the devices' peak FLOP/s."""
 
 from statistics import fmean
 
@@ -16,7 +16,7 @@ from drawbar.train.step import StepInfo
 
 
 class LogCallback(Callback):
-    """Metrics every few steps: the loss is that of the step's own global batch, so a resumed run logs the same."""
+    """Logs metrics every few steps. The loss is that of the step's own global batch, so a resumed run logs the same."""
 
     def __init__(self, run: Run) -> None:
         self._every = run.config.tracking.log_every
@@ -58,13 +58,13 @@ class LogCallback(Callback):
 
 
 def mfu_of_one_token_per_second(engine: Engine, config: RunConfig, world: Distributed) -> float | None:
-    """The factor that turns tokens per second into model FLOPs utilization (Chowdhery et al. 2022, arXiv:2204.02311,
-    appendix B). In packed rows each token counts as attending to ``data.sequence_length`` tokens; in other rows
-    attention is left out: they are short, so it is little.
+    """The factor that converts tokens per second to model FLOPs utilization (Chowdhery et al. 2022, arXiv:2204.02311,
+    appendix B). In packed rows each token counts as attending to ``data.sequence_length`` tokens; in other rows, which
+    are short, attention is neglected.
 
     Returns:
-        None where the operations of the model or the peak of the device are not known, and in fp32, for which vendors
-        give peaks of several kinds.
+        None if the operations of the model or the peak of the device are not known, and in fp32, for which vendors
+        give several kinds of peaks.
     """
     if world.device.type != "cuda" or config.precision == "fp32":
         return None

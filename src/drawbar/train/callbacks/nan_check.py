@@ -10,7 +10,7 @@ from drawbar.train.step import StepInfo
 def check_finite(info: StepInfo, saver: Saver) -> None:
     """Stop a run whose loss or gradient norm is not finite, before such weights are saved."""
     found = {"loss": float(info.result.loss)}
-    if not info.result.skipped:  # a skipped step (fp16 overflowed) has no finite norm, and does no harm
+    if not info.result.skipped:  # a skipped step (fp16 overflow) has no finite norm, but is harmless
         found["gradient norm"] = float(info.result.grad_norm)
     for name, value in found.items():
         if not math.isfinite(value):
@@ -20,39 +20,39 @@ def check_finite(info: StepInfo, saver: Saver) -> None:
                 raise _nan_after_checkpoint(name, value, info.step)
             has_checkpoint = saver.last_saved_progress is not None
             raise UserError(
-                f"the run has diverged, and stops: the {name} of step {info.step} is {value}",
+                f"the run has diverged and stops: the {name} of step {info.step} is {value}",
                 where="every checkpoint was written before that" if has_checkpoint else "there is no checkpoint yet",
                 remedy="lower optim.lr, lengthen optim.warmup or set a smaller train.gradient_clip; "
                 + (
-                    "go on from the newest checkpoint with --fork NEWNAME, or begin again under another run.name"
+                    "continue from the newest checkpoint with --fork NEWNAME, or start over under another run.name"
                     if has_checkpoint
-                    else "begin again under another run.name, or under this one when its folder is deleted"
+                    else "start over under another run.name, or under this one after deleting its folder"
                 ),
                 exit_code=ExitCode.FAILED,
             )
 
 
 def _nan_at_first_step(name: str, value: float) -> UserError:
-    """The error of a step 1 whose loss or gradient norm is not finite: no update has changed the weights yet, so
-    no setting of the optimizer is at fault."""
+    """The error if the loss or gradient norm of step 1 is not finite: no update has changed the weights yet, so no
+    optimizer setting is at fault."""
     return UserError(
         f"the {name} of step 1 is {value}, before any update of the weights, and the run stops",
-        where="the data, the loss or the model that training begins with",
-        remedy="look for values that are not finite in the samples and in the model's weights, and for a division by "
-        "zero, a logarithm of zero or an overflow in the loss; begin again under another run.name, or under this one "
-        "when its folder is deleted",
+        where="the data, the loss or the initial model",
+        remedy="look for non-finite values in the samples and in the model's weights, and for a division by zero, a "
+        "logarithm of zero or an overflow in the loss; start over under another run.name, or under this one after "
+        "deleting its folder",
         exit_code=ExitCode.FAILED,
     )
 
 
 def _nan_after_checkpoint(name: str, value: float, step: int) -> UserError:
-    """The error of the first step after a resume or a fork: no step of this process has changed the weights yet."""
+    """The error at the first step after a resume or a fork: no step of this process has changed the weights yet."""
     return UserError(
         f"the {name} of step {step} is {value}, and the run stops: it is the first step after the checkpoint of step "
         f"{step - 1}",
         where="the weights or the optimizer state in that checkpoint, or what has changed since it was written",
         remedy="undo what has changed: precision, optim.lr, the data, the task's code, the libraries or the machine; "
-        "if nothing has, the last update before the checkpoint was too large: begin from an older one with "
+        "if nothing has, the last update before the checkpoint was too large: start from an older one with "
         "--resume STEP --fork NEWNAME and a lower optim.lr",
         exit_code=ExitCode.FAILED,
     )

@@ -9,7 +9,7 @@ from drawbar.train.step import StepInfo
 
 
 class ProfileCallback(Callback):
-    """A torch.profiler trace of some steps, one file a rank, for chrome://tracing or Perfetto."""
+    """Records a torch.profiler trace of some steps, one file per rank, for chrome://tracing or Perfetto."""
 
     def __init__(self, run: Run) -> None:
         config, world = run.config.tracking.profile, run.world
@@ -46,6 +46,6 @@ class ProfileCallback(Callback):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 profiler.export_chrome_trace(str(self._path))
             except (OSError, RuntimeError) as error:
-                logger.warning("the profile could not be written, and the run goes on: %s", error)
+                logger.warning("the profile could not be written; the run continues: %s", error)
                 return
         logger.info("profile of steps %d to %d: %s", self._start, self._last, self._path)

@@ -12,7 +12,7 @@ from drawbar.train.stop import Reason
 
 
 class SaveCallback(Callback):
-    """A checkpoint every few steps, where a callback asked for one, and at the end; before the step is evaluated."""
+    """Saves a checkpoint every few steps, on a callback's request, and at the end; before the step is evaluated."""
 
     def __init__(self, run: Run) -> None:
         every = run.config.checkpoint.every
@@ -22,10 +22,10 @@ class SaveCallback(Callback):
 
     def on_step(self, run: RunHandle, info: StepInfo) -> None:
         self._newest = info
-        if info.step == self._run.saver.first_step:  # before hours of steps that could not be saved
+        if info.step == self._run.saver.first_step:  # detect an unsavable run before hours of training
             self._run.saver.check_buffers()
         is_due = self._every is not None and info.step % self._every == 0
-        if info.last or is_due or self._run.stop.reason is Reason.SAVE:  # a callback asked for it before this step
+        if info.last or is_due or self._run.stop.reason is Reason.SAVE:  # requested by a callback before this step
             save(self._run, info)
 
     def on_train_end(self, run: RunHandle) -> None:
@@ -35,15 +35,15 @@ class SaveCallback(Callback):
 
 
 class SaveScoreCallback(Callback):
-    """After an evaluation: saves a checkpoint at a new best score, else updates the progress in this step's one."""
+    """After an evaluation: saves a checkpoint at a new best score, else updates the progress in this step's."""
 
     def __init__(self, run: Run) -> None:
         self._keep_best = run.config.checkpoint.keep_best
         self._run = run
 
     def on_train_start(self, run: RunHandle) -> None:
-        # only the progress in that step's checkpoint changes; except after ``--resume PATH`` of another run's best one:
-        # there a whole checkpoint is saved, which this run keeps as its own
+        # usually updates only the progress in that step's checkpoint; after ``--resume PATH`` of another run's best
+        # checkpoint, saves a full one, which this run keeps as its own
         if run.step > 0 and self._is_due(run.progress):
             self._run.saver.save(run.progress)
 
@@ -59,8 +59,8 @@ class SaveScoreCallback(Callback):
 
 
 class TimedSaveCallback(Callback):
-    """Requests a checkpoint when the last one is older than ``checkpoint.every``, a length of time. Rank 0 alone has
-    this callback, as clocks differ."""
+    """Requests a checkpoint when the last one is older than ``checkpoint.every``, a duration. Only on rank 0, as clocks
+    differ."""
 
     def __init__(self, run: Run) -> None:
         self._seconds = interval_seconds(str(run.config.checkpoint.every))
@@ -79,7 +79,7 @@ class TimedSaveCallback(Callback):
 
 
 def save(run: Run, info: StepInfo) -> None:
-    """Save this step; if its checkpoint exists already, update only the progress in it."""
+    """Save this step; if it already has a checkpoint, update only the progress in it."""
     check_finite(info, run.saver)
     saved = run.saver.last_saved_progress
     with run.meter.paused():

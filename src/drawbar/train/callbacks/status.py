@@ -1,4 +1,4 @@
-"""``status.json``: how far a run has come, for whoever looks from outside."""
+"""``status.json``: the progress of a run, for other processes."""
 
 import logging
 import time
@@ -12,7 +12,7 @@ from drawbar.train.step import StepInfo
 
 
 class StatusCallback(Callback):
-    """Writes the run's ``status.json``, for ``drawbar status`` and the like. Rank 0 alone has this callback."""
+    """Writes the run's ``status.json``, for ``drawbar status`` and the like. Only on rank 0."""
 
     def __init__(self, run: Run) -> None:
         self._every = run.config.tracking.log_every
@@ -30,15 +30,15 @@ class StatusCallback(Callback):
     def on_train_end(self, run: RunHandle) -> None:
         state: RunState = "complete" if self._run.is_complete() else "stopped"
         self._write(run, state)
-        # a run that goes on writes another status: the log keeps this one
+        # a resumed run overwrites the status; the log keeps this one
         log_to_file(RunStatus(state, run.step, run.total_steps, time.time(), self._started).summary, logging.INFO)
 
     def on_exception(self, run: RunHandle, error: Exception) -> None:
         self._write(run, "failed")
 
     def write_if_complete(self, run: RunHandle) -> None:
-        """Write that the run is complete, where it was so when this process began: the process before may have died
-        before writing it."""
+        """Write that the run is complete, if it already was when this process started: the previous process may have
+        died before writing it."""
         known = RunStatus.read(run.run_dir)
         if known is not None and known.state != "complete":
             self._write(run, "complete")
