@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.elastic.metrics import api as timing
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -49,6 +49,8 @@ from drawbar.util.atomic_files import replacing
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _QUIET_CODES = (ExitCode.REQUEUE, ExitCode.INTERRUPTED)
+_LOST_PEER = re.compile(r"connection (was likely )?(closed|reset)|broken pipe|remote process", re.IGNORECASE)
+"""In the messages of gloo, NCCL and torch's store, when the other end is gone."""
 
 
 def run_processes(
@@ -82,7 +84,7 @@ def run_processes(
             with checked, _ranks_of(warm_process, ranks, folder):
                 elastic_launch(config, sys.executable)("-u", *arguments)
         except ChildFailedError as error:
-            return _explain(error.failures)
+            return _explain(error.failures, own.nodes)
         except RendezvousError as error:
             raise UserError(
                 f"node {own.node + 1} of {own.nodes} did not meet all the others at {own.endpoint} within "
@@ -206,13 +208,14 @@ def _signal_and_wait(pids: Sequence[int], number: int) -> None:
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
-def _explain(failures: dict[int, ProcessFailure]) -> int:
+def _explain(failures: dict[int, ProcessFailure], nodes: int) -> int:
     """Print the failure that came first, and return the exit code of the run."""
     rank, first = min(failures.items(), key=lambda item: _time_of(item[1]))
     if first.exitcode in _QUIET_CODES:
         return first.exitcode
     if first.exitcode < 0:
-        name = signal.Signals(-first.exitcode).name
+        number = -first.exitcode
+        name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
         print(f"error: rank {rank} was killed by {name}", file=sys.stderr)
         if name == "SIGKILL":
             print("  fix:   if the machine ran out of memory, lower train.micro_batch", file=sys.stderr)
@@ -225,8 +228,9 @@ def _explain(failures: dict[int, ProcessFailure]) -> int:
         origin = "" if first.exitcode == ExitCode.WRONG_REQUEST else f"rank {rank}: "
         print(f"error: {origin}{message['message']}", file=sys.stderr)
         return first.exitcode
-    if message["extraInfo"].get("lost_peer"):  # and no rank here failed before it
+    if message["extraInfo"].get("lost_peer") and nodes > 1:  # and no rank here failed before it
         print(f"error: rank {rank} lost its connection to a rank on another node, which had ended", file=sys.stderr)
+        print(f"  rank {rank}: {message['message']}", file=sys.stderr)
         print("  fix:   look for the error of that node; the log of this rank has what failed here", file=sys.stderr)
         return ExitCode.FAILED
     print(f"error: rank {rank} failed first: {message['message']}", file=sys.stderr)
@@ -279,8 +283,7 @@ def _is_peer_failure(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone."""
     cause: BaseException | None = error
     while cause is not None:
-        text = str(cause).lower()
-        if isinstance(cause, dist.DistError) or any(word in text for word in ("gloo", "nccl", "connection closed")):
+        if isinstance(cause, RuntimeError) and _LOST_PEER.search(str(cause)):  # torch's DistError is one
             return True
         cause = cause.__cause__
     return False

@@ -7,8 +7,11 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from drawbar.launch.agent import run_processes
+from drawbar.launch import agent
+from drawbar.launch.agent import report_failure, run_processes
 from harness import run_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs to choose its cores")
@@ -69,3 +72,31 @@ def test_a_rank_that_ends_without_having_met_the_others_has_failed(script: str) 
     ((code, said),) = run_ranks(launch_script, 1, script)
     assert code == 1
     assert "this process ended, with exit code 0, before it had met the others" in said
+
+
+LOST = "lost its connection to a rank on another node"
+
+
+@pytest.mark.parametrize(
+    ("error", "nodes", "lost"),
+    [
+        (RuntimeError("[gloo/pair.cc:525] Connection closed by peer [10.0.0.2]:7"), 2, True),
+        (dist.DistBackendError("NCCL error: a remote process exited"), 2, True),
+        (RuntimeError("[gloo/pair.cc:525] Connection closed by peer [10.0.0.2]:7"), 1, False),
+        (dist.DistBackendError("NCCL error: invalid usage of NCCL_SOCKET_IFNAME"), 2, False),
+        (OSError("cannot read gloomy.txt"), 2, False),
+    ],
+)
+def test_a_lost_connection_hides_no_other_error(
+    error: Exception, nodes: int, lost: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report_failure(error, str(tmp_path / "error"))
+    assert agent._explain({0: ProcessFailure(0, 7, 1, str(tmp_path / "error"))}, nodes) == 1
+    said = capsys.readouterr().err
+    assert str(error) in said
+    assert (LOST in said) is lost
+
+
+def test_a_rank_may_be_killed_by_a_signal_without_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert agent._explain({0: ProcessFailure(0, 7, -35, "no-such-file")}, 1) == 1
+    assert capsys.readouterr().err == "error: rank 0 was killed by signal 35\n"
