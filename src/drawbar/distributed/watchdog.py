@@ -5,6 +5,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 
+from drawbar.util.processes import process_exists
+
 NODE = "DRAWBAR_NODE"
 """Environment variable: what the launcher calls this node."""
 LAUNCHER = "DRAWBAR_LAUNCHER"
@@ -55,19 +57,11 @@ class Watchdog:
 
     def lost_a_rank(self) -> bool:
         """Whether a rank beside this one is gone."""
-        return not all(_exists(pid) for pid in self._beside)
+        return not all(process_exists(pid) for pid in self._beside)
 
     def stop(self) -> None:
         """Stop watching: the run has ended well, and ranks may exit in any order."""
         self._stopped.set()
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _end_process(reason: str) -> None:

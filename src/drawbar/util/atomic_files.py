@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+from drawbar.util.processes import process_exists
+
 T = TypeVar("T")
 
 _TRANSIENT_ERRORS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT)
@@ -50,8 +52,8 @@ def write_durably(path: Path, text: str) -> None:
 def replacing(path: Path, *, one_writer: bool = True, durable: bool = True) -> Iterator[BinaryIO]:
     """A new file, which takes the place of ``path`` at the end of the block; after an error ``path`` is as it was.
 
-    All that drawbar replaces, it replaces here. A link stays: the file behind it is replaced. What a stream is at
-    ``path`` (see :func:`is_stream`) is written to instead.
+    drawbar replaces files only through this function. A link stays: the file behind it is replaced. If ``path`` is a
+    stream (see :func:`is_stream`), it is written to directly.
 
     Args:
         one_writer: nobody else writes to a file of this name, or has one called ``NAME.tmp``.
@@ -209,15 +211,5 @@ def _remove_drafts_of_killed(folder: Path) -> None:
     with suppress(OSError):  # the folder's own parent may be absent, or unreadable
         for path in folder.parent.iterdir():
             pid = path.name.removeprefix(beginning)
-            if path.name.startswith(beginning) and pid.isdecimal() and not _exists(int(pid)):
+            if path.name.startswith(beginning) and pid.isdecimal() and not process_exists(int(pid)):
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it is another user's
-        return True
-    return True

@@ -1,18 +1,21 @@
 """Waiting goes by heartbeats: for a rank at work as long as it takes, for any other one until the timeout."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from drawbar.distributed import liveness
 from drawbar.distributed.liveness import ActivityReader, Liveness, LivenessDigest, RankActivity
+from drawbar.distributed.watchdog import Watchdog
 from drawbar.errors import ExitCode, UserError
 
 
@@ -277,3 +280,11 @@ def test_an_activity_may_be_any_text() -> None:
     entries = Entries(1)
     entries.say(0, RankActivity(activity="reading ein Ärgernis \udcff\n"))
     assert "reading ein Ärgernis \\udcff\n" in entries.wait(1).rank0
+
+
+def test_a_ranks_number_may_be_another_users_by_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    watchdog = Watchdog()
+    machine, launcher, own = watchdog.process_id
+    watchdog.watch_ranks([(machine, launcher, own + 1)])
+    monkeypatch.setattr(os, "kill", mock.Mock(side_effect=PermissionError))
+    assert not watchdog.lost_a_rank()
