@@ -1,7 +1,5 @@
 """From a configuration to an engine: resolves ``auto``, and calls the strategy's builder."""
 
-import os
-
 import torch
 from torch import nn
 
@@ -23,6 +21,7 @@ from drawbar.runtime.log import logger
 from drawbar.runtime.seed import note_host_generators
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
+from drawbar.util.memory import usable_memory
 
 BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 12}
 """Bytes per trained parameter, by ``optim.state_dtype``: weight and gradient in fp32, and AdamW's two moments."""
@@ -171,4 +170,4 @@ def _memory_of_a_rank(world: Distributed) -> float:
     """Memory available to each rank, in bytes."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_properties(world.device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world.rank_info.local_world_size
+    return usable_memory() / world.rank_info.local_world_size

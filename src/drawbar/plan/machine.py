@@ -1,6 +1,5 @@
 """The machines that a run is planned for."""
 
-import os
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from drawbar.errors import UserError
 from drawbar.models.model_flops import peak_flops
 from drawbar.train.memory_probe import USABLE_SHARE
 from drawbar.util.byte_sizes import parse_size
+from drawbar.util.memory import usable_memory
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def make_machine(
     if device == "cuda" and memory is None and gpu is None and cluster is not None and cluster.gpu_memory is not None:
         memory = parse_size(cluster.gpu_memory)
     if memory is None:
-        memory = _gpu_memory(gpu) if device == "cuda" else _host_memory() // ranks
+        memory = _gpu_memory(gpu) if device == "cuda" else usable_memory() // ranks
     return Machine(nodes, max(1, ranks), memory, device, peak, utilization)
 
 
@@ -107,7 +107,3 @@ def _gpus_here() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _host_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -23,6 +23,7 @@ from drawbar.config.io.load_config import load_config
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
+from drawbar.jobs.doctor.findings import look_at_machine
 from drawbar.plan.command import _compare
 from drawbar.plan.forecast_tables import KNOWN_ERROR_ON_GPUS, print_forecast
 from drawbar.plan.machine import Machine, make_machine
@@ -32,6 +33,7 @@ from drawbar.plan.step_recorder import ACTIVATIONS, COMMUNICATION, GRADIENTS, LO
 from drawbar.plan.suggestions import suggest
 from drawbar.tasks.task_registry import task_class
 from drawbar.util.byte_sizes import parse_size
+from drawbar.util.memory import usable_memory
 from exhaustive import some
 from harness import run_cli, run_ranks
 
@@ -392,3 +394,14 @@ def test_machines() -> None:
         assert make_machine(unknown, 1, 1, None, name, 0.4).memory == memory * 10**9
     with pytest.raises(UserError, match=r"cluster\.gpu_memory"):
         configure("cluster={gpu_memory: much}")
+
+
+@pytest.mark.usefixtures("project")
+def test_a_containers_limit_is_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text("1073741824\n")
+    monkeypatch.setattr("drawbar.util.memory._CONTAINER_LIMITS", (str(limit),))
+    assert make_machine(configure("device=cpu"), 1, 2, None, None, 0.4).memory == 2**29
+    assert look_at_machine().memory == 2**30
+    limit.write_text("max\n")
+    assert usable_memory() > 2**30

@@ -23,6 +23,7 @@ from drawbar.jobs.node.network import address_of_host_name, interface_address, r
 from drawbar.launch.findings import Finding, Gpus, Level, problem
 from drawbar.threads import usable_cores
 from drawbar.util.byte_sizes import readable
+from drawbar.util.memory import usable_memory
 
 MIB, GIB = 2**20, 2**30
 
@@ -50,8 +51,7 @@ class Machine:
 
 def look_at_machine(shared_memory: str = "/dev/shm") -> Machine:
     """The facts about this machine."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory = min(physical, _container_memory() or physical)
+    memory = usable_memory()
     return Machine(
         name=platform.node(),
         system=f"{platform.platform()}, Python {platform.python_version()}",
@@ -75,12 +75,6 @@ def _limit(kind: int) -> int | None:
 def _available_memory() -> int | None:
     lines = read_text(Path("/proc/meminfo")).splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _container_memory() -> int | None:
-    old = "/sys/fs/cgroup/memory/memory.limit_in_bytes"  # of cgroup version 1
-    text = read_text(Path("/sys/fs/cgroup/memory.max")) or read_text(Path(old))
-    return int(text) if text.isdigit() else None
 
 
 def _container_cores() -> float | None:
