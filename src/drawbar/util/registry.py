@@ -1,8 +1,8 @@
 """The entry points of installed packages, among them drawbar's own guests; ``Registry``: the implementations of one
-kind by name, with those that packages bring as entry points."""
+kind by name, with those that packages provide as entry points."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -12,7 +12,7 @@ from drawbar.errors import UserError, nearest
 
 
 def installed_points(group: str) -> list[EntryPoint]:
-    """The entry points of a group, but for those of drawbar's folders that were left out where it was installed."""
+    """The entry points of a group, except those of drawbar's own guests that are not installed."""
     return [point for point in entry_points(group=group) if not _is_left_out(point)]
 
 
@@ -23,13 +23,19 @@ def left_out_folders(group: str) -> dict[str, str]:
 
 
 def load_points(group: str, kind: str) -> Iterator[tuple[str, Any]]:
-    """What the entry points of a group name. One that cannot be imported costs a warning, and the others are there all
-    the same.
+    """What the entry points of a group name. Those that cannot be imported, or have one name in several packages, are
+    left out with a warning.
 
     Args:
         kind: what one of them is called in the warning: ``command``.
     """
+    points: dict[str, list[EntryPoint]] = {}
     for point in installed_points(group):
+        points.setdefault(point.name, []).append(point)
+    for point, *others in points.values():
+        if others:
+            print(f"warning: {_several([point, *others], kind)}; uninstall all of them but one", file=sys.stderr)
+            continue
         try:
             found = point.load()
         except Exception as error:  # noqa: BLE001 - any package's import may raise anything
@@ -79,7 +85,7 @@ class Registry(Generic[T]):
             where: the setting or option that names it, for the error.
 
         Raises:
-            UserError: there is none, several packages bring one, or it cannot be imported.
+            UserError: there is none, several packages provide one, or it cannot be imported.
         """
         own = self._built_in.get(name)
         if own is not None and not isinstance(own, str):
@@ -94,12 +100,7 @@ class Registry(Generic[T]):
         if not points:
             raise self._unknown(name, where)
         if len(points) > 1:
-            packages = ", ".join(sorted(_package(point) for point in points))
-            raise UserError(
-                f"several packages bring the {self.kind} {name!r}: {packages}",
-                where=where,
-                remedy="uninstall all of them but one",
-            )
+            raise UserError(_several(points, self.kind), where=where, remedy="uninstall all of them but one")
         return points[0]
 
     def __contains__(self, name: str) -> bool:
@@ -132,6 +133,11 @@ class Registry(Generic[T]):
             where=where,
             remedy=f"{hint}There are: {known}; a package adds one by the entry point group {self.group}",
         )
+
+
+def _several(points: Sequence[EntryPoint], kind: str) -> str:
+    packages = ", ".join(sorted(_package(point) for point in points))
+    return f"several packages provide the {kind} {points[0].name!r}: {packages}"
 
 
 def _package(point: EntryPoint) -> str:

@@ -628,7 +628,7 @@ def test_an_ending_that_two_packages_bring_is_said(tmp_path: Path, monkeypatch: 
         (folder / "entry_points.txt").write_text("[drawbar.readers]\n.twice = json:loads\n")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "data.twice").write_text("text")
-    assert "several packages bring the reader '.twice'" in refused(tmp_path / "data.twice").what
+    assert "several packages provide the reader '.twice'" in refused(tmp_path / "data.twice").what
 
 
 @pytest.mark.parametrize(

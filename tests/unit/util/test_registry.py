@@ -6,7 +6,7 @@ import pytest
 
 from drawbar.errors import UserError
 from drawbar.util import registry
-from drawbar.util.registry import Registry
+from drawbar.util.registry import Registry, load_points
 
 
 def install(folder: Path, package: str, entry_points: str, module: str = "") -> None:
@@ -77,5 +77,15 @@ def test_two_packages_with_one_name_are_both_named(animals, tmp_path, monkeypatc
         install(tmp_path, package, f"[drawbar.tests.animals]\nmule = {package}:Mule\n", "class Mule: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
 
-    with pytest.raises(UserError, match="several packages bring the animal 'mule': stable_a, stable_b"):
+    with pytest.raises(UserError, match="several packages provide the animal 'mule': stable_a, stable_b"):
         animals.get("mule", "here")
+
+
+def test_of_two_packages_with_one_name_none_wins(tmp_path, monkeypatch, capsys):
+    for package in ("stable_a", "stable_b"):
+        points = f"[drawbar.tests.animals]\nmule = {package}:Mule\n{package} = {package}:Mule\n"
+        install(tmp_path, package, points, "class Mule: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    assert sorted(dict(load_points("drawbar.tests.animals", "animal"))) == ["stable_a", "stable_b"]
+    assert "several packages provide the animal 'mule': stable_a, stable_b; uninstall" in capsys.readouterr().err
