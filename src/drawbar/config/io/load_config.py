@@ -44,12 +44,12 @@ def replace_alternatives(settings: Settings) -> None:
     Alternatives set in the same place are kept, and refused later."""
     for keys in ALTERNATIVES:
         chosen = [key for key in keys if _value(settings, key) not in (None, [], "auto")]
-        given = [key for key in chosen if _origin(settings, key).argument is not None]
+        given = [key for key in chosen if _origin(settings.origins, key).argument is not None]
         for old in [key for key in chosen if key not in given] if given else ():
             new = given[0]
             settings.notes.append(
-                f"{new}={show(_value(settings, new))} ({_origin(settings, new)}) takes the place of "
-                f"{old}={show(_value(settings, old))} ({_origin(settings, old)})"
+                f"{new}={show(_value(settings, new))} ({_origin(settings.origins, new)}) takes the place of "
+                f"{old}={show(_value(settings, old))} ({_origin(settings.origins, old)})"
             )
             section, _, name = old.rpartition(".")
             del _value(settings, section)[name]
@@ -57,10 +57,9 @@ def replace_alternatives(settings: Settings) -> None:
                 del settings.origins[known]
 
 
-def _origin(settings: Settings, key: str) -> Origin:
-    """The origin of a setting; for a section that was not given as a whole, that of its first key."""
-    inside = (origin for known, origin in settings.origins.items() if known.startswith(f"{key}."))
-    return settings.origins.get(key) or next(inside, DEFAULT)
+def _origin(origins: Mapping[str, Origin], key: str) -> Origin:
+    inside = (origin for given, origin in origins.items() if given.startswith(f"{key}."))
+    return origins.get(key) or next(inside, DEFAULT)
 
 
 def _value(settings: Settings, key: str) -> Any:
@@ -88,8 +87,7 @@ class LoadedConfig:
 
     def origin(self, key: str) -> Origin:
         """The origin of a setting; for a section that was not given as a whole, that of its first key."""
-        inside = (origin for given, origin in self.origins.items() if given.startswith(f"{key}."))
-        return self.origins.get(key) or next(inside, DEFAULT)
+        return _origin(self.origins, key)
 
 
 def load_config(
