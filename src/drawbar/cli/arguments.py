@@ -1,7 +1,6 @@
 """Arguments shared by the commands: configuration, run directory and checkpoint; and the error for an unknown option,
 which often is meant as a setting. Cheap to import, for ``--help``."""
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from drawbar.cli.complete_words import complete_checkpoint
+from drawbar.distributed.rank_info import has_rank
 from drawbar.util.torch_imports import quick_imports
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def load(arguments: tuple[str, ...], task: "type[Task] | None", profile: "Settin
 
 def noted(loaded: "LoadedConfig") -> "LoadedConfig":
     """Print what the command line has replaced, but not again on each rank."""
-    for note in loaded.notes if "RANK" not in os.environ else ():
+    for note in loaded.notes if not has_rank() else ():
         click.echo(f"note: {note}", err=True)
     return loaded
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from drawbar.cli.complete_words import complete_config_and_settings
+from drawbar.distributed.rank_info import has_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,7 +123,7 @@ def start_early(
 
     section = settings.values.get("launch")
     nproc = section.get("nproc") if isinstance(section, dict) else None
-    if not isinstance(nproc, int) or nproc < 2 or _is_rank():
+    if not isinstance(nproc, int) or nproc < 2 or has_rank():
         return nullcontext()
     # drawbar has not imported torch yet: if it is loaded, a user's script did so, and each rank must run that script
     is_script = task is not None or "torch" in sys.modules
@@ -130,11 +131,6 @@ def start_early(
         return nullcontext()
     become_launcher(nproc)
     return WarmProcess(RANK_MODULES, nproc)
-
-
-def _is_rank() -> bool:
-    """Whether a launcher such as torchrun has started this process."""
-    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
 def count_processes(config: "RunConfig") -> int:
@@ -150,7 +146,7 @@ def count_processes(config: "RunConfig") -> int:
 
 def processes_to_start(config: "RunConfig", count_gpus: "Callable[[], int]") -> int:
     """See ``count_processes``; ``count_gpus`` is only called if the number of GPUs matters."""
-    if _is_rank():
+    if has_rank():
         return 1
     if config.launch.nproc != "auto":
         return config.launch.nproc

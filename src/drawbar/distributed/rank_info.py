@@ -5,12 +5,14 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from drawbar.distributed.foreign_launcher import refuse_unconnected_processes
 from drawbar.distributed.watchdog import NODE
 from drawbar.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
@@ -119,13 +121,15 @@ def has_launcher(environ: Mapping[str, str] = os.environ) -> bool:
     return any(name in environ for name in _LAUNCHER_VARIABLES)
 
 
-def choose_device(wanted: str, rank_info: RankInfo) -> torch.device:
+def choose_device(wanted: str, rank_info: RankInfo) -> "torch.device":
     """The device of this process, for the setting ``device``. On CUDA it becomes torch's current one, and its allocator
     gets segments that can grow, unless the environment configures it.
 
     Raises:
         UserError: the device does not exist here, or this machine has fewer GPUs than processes.
     """
+    import torch  # here, as the command line reads ranks without it
+
     if wanted == "auto":
         if torch.cuda.is_available():
             wanted = "cuda"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from drawbar.cli.complete_words import complete_config_and_settings
+from drawbar.distributed.rank_info import has_rank
 
 if TYPE_CHECKING:
     from drawbar.config.schema.run_config import RunConfig
@@ -87,7 +88,7 @@ def parity(
     if target is not None:
         check_plotly("drawbar parity --html")
         check_target(target, "--html")
-    started = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    started = has_rank()
     nproc = loaded.config.launch.nproc
     count = int(os.environ.get("WORLD_SIZE", "1")) if started else ranks or (2 if nproc == "auto" else nproc)
 

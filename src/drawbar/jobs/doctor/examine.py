@@ -24,6 +24,7 @@ from drawbar.config.rules.rule_table import (
 )
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.config.strategies import AUTO
+from drawbar.distributed.rank_info import has_rank
 from drawbar.errors import UserError
 from drawbar.jobs.doctor import findings
 from drawbar.jobs.doctor.findings import GIB, look_at_folder, look_at_machine
@@ -147,8 +148,7 @@ def _run(
     config = loaded.config
     if error := torch.get("errors", {}).get("launcher"):
         yield problem(error.get("where") or "launcher", error["what"], error["remedy"] or "")
-    launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
-    why = "as the launcher says" if launched else f"launch.nproc={config.launch.nproc}"
+    why = "as the launcher says" if has_rank() else f"launch.nproc={config.launch.nproc}"
     yield Finding("processes", Level.OK, f"{processes} on this machine ({why})")
     if not given:
         return
