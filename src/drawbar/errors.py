@@ -22,7 +22,7 @@ class ExitCode(IntEnum):
 
 
 class UserError(Exception):
-    """The request is wrong, and the user can put it right.
+    """An error with a cause, and a remedy that a user can act on.
 
     Args:
         what: what is wrong, in one sentence or a short block of lines.
@@ -55,7 +55,8 @@ class UserError(Exception):
 
 
 def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The first option that ends in ``_word``, else the one spelled most like ``word``; None where nothing comes close.
+    """The first option that ends in an underscore and ``word``, else the one spelled most like ``word``; None where
+    nothing comes close.
 
     Args:
         cutoff: the least similarity that counts, from 0 to 1, as ``difflib`` measures it.

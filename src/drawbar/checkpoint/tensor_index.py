@@ -6,8 +6,8 @@ and three rows of numbers: the file of each box, where the box begins in the ten
     {"name": "lm_head.weight", "dtype": "F32", "shape": [1024, 64], "aliases": [],
      "files": [0, 1], "offsets": [0, 0, 512, 0], "sizes": [512, 64, 512, 64]}
 
-The boxes of a file lie in it one behind the other, in the order of the index: from its ``begin`` (the end of its
-header) on to its end.
+The boxes of a file are stored back to back, in the order of the index, from its ``begin`` (the end of its header) to
+its end.
 An index is merged from the records in which the ranks describe what they have written (``PartRecord``). It is validated
 when it is made, and again when it is read.
 """

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline (``deepspeed.pipe``) over this program's stages, and its tensor-parallel layers inside them.
+"""DeepSpeed's pipeline (``deepspeed.pipe``) over drawbar's stages, and its tensor-parallel layers inside them.
 
 To DeepSpeed, each stage is one layer. DeepSpeed passes one tensor from each layer to the next; a stage takes masks,
 positions and labels from its own copy of the micro-batch, which every rank of a pipeline has.

@@ -30,7 +30,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     """The library, set up for this device.
 
     Raises:
-        UserError: it is not installed, or does not fit this torch.
+        UserError: it is not installed, or is incompatible with this torch.
     """
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it looks for GPUs when it is imported
@@ -61,7 +61,7 @@ def _broken(error: Exception) -> UserError:
     return UserError(
         f"deepspeed is installed, but cannot be imported beside torch {torch.__version__}: {error}",
         where="parallel.strategy=deepspeed",
-        remedy=f"build it anew, for this torch: {INSTALL} --force-reinstall --no-deps; or set parallel.strategy=fsdp",
+        remedy=f"rebuild it for this torch: {INSTALL} --force-reinstall --no-deps; or set parallel.strategy=fsdp",
     )
 
 

@@ -170,7 +170,7 @@ def _set_first_weights(module: nn.Module, source: WeightSource, state: DeepSpeed
 
 
 def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
-    """Pipeline × tensor × data parallelism, ZeRO stage 0 or 1: DeepSpeed's ``PipelineModule`` over this program's
+    """Pipeline × tensor × data parallelism, ZeRO stage 0 or 1: DeepSpeed's ``PipelineModule`` over drawbar's
     stages, and AutoTP's layers inside them. Evaluation and generation go through the stages in turn."""
     import_deepspeed(world.device).init_distributed(dist_init_required=False)
     stages = build_stages(task, config, world)

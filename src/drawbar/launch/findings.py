@@ -21,7 +21,7 @@ from drawbar.util.atomic_files import write_atomically
 from drawbar.util.run_dir import LAUNCH_FOLDER
 
 CLOCK_SECONDS = 5.0
-"""Clocks that differ by more are told of: times in logs and files then mislead, but nothing breaks."""
+"""Larger clock differences are reported: times in logs and files then mislead, but nothing breaks."""
 USED_SHARE, FULL_SHARE = 0.05, 0.9
 """Shares of a GPU's memory that others use: from the first on a warning, from the second on a problem."""
 _NVIDIA_SMI_SECONDS = 20
@@ -46,7 +46,7 @@ class Finding:
     what: str
     """What it is; of trouble, what is the matter."""
     remedy: str = ""
-    """What puts trouble right: a command, or words."""
+    """The remedy: a command, or words."""
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Finding":

@@ -39,7 +39,7 @@ def become_launcher(nproc: int) -> None:
 
 
 class WarmProcess:
-    """The process, as a context: it is there until it has forked its last rank, or its context ends. Linux alone.
+    """The process, as a context. It lives until it has forked its last rank, or its context ends. Linux only.
 
     Args:
         modules: what it imports.

@@ -57,7 +57,7 @@ class MLflowTracker(Tracker):
 
     def start(self, run: TrackedRun) -> None:
         if problem := self.service_problem():
-            logger.warning("%s\n  the run goes on, and MLflow tries again for some minutes", problem)
+            logger.warning("%s\n  the run continues, and MLflow retries for some minutes", problem)
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(self._uri)

@@ -36,14 +36,14 @@ class TrackerGuard:
         self._tracker = tracker
         self._failing = False
 
-    def attempt(self, call: Callable[[Tracker], None], after: str = "tries it again with the next values") -> bool:
+    def attempt(self, call: Callable[[Tracker], None], after: str = "and retries with the next values") -> bool:
         """Whether the call succeeded. ``after``: what the run does after a failure, as the warning says it."""
         try:
             call(self._tracker)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - neither may stop training
             if not self._failing:
                 what = str(error) if isinstance(error, UserError) else f"{type(self._tracker).__name__}: {cause(error)}"
-                logger.warning("%s\n  the run goes on, and %s", what, after)
+                logger.warning("%s\n  the run continues %s", what, after)
             self._failing = True
         else:
             self._failing = False
@@ -140,7 +140,7 @@ class BackgroundTracker(Tracker):
 
     def _finish(self) -> None:
         if self._started:
-            self._guard.attempt(lambda tracker: tracker.finish(), after="ends without it")
+            self._guard.attempt(lambda tracker: tracker.finish(), after="and ends without it")
         self._ended.set()
 
 
@@ -159,8 +159,8 @@ class Trackers:
                 tracker.start(run)
             except UserError:
                 raise
-            except Exception as error:  # noqa: BLE001 - a tracker of the user's: the run goes on without it
-                logger.warning("%s: %s\n  the run goes on without this tracker", type(tracker).__name__, cause(error))
+            except Exception as error:  # noqa: BLE001 - a tracker of the user's: the run continues without it
+                logger.warning("%s: %s\n  the run continues without this tracker", type(tracker).__name__, cause(error))
             else:
                 started.append(guard)
         self._guards = started
