@@ -120,7 +120,7 @@ def test_cancelled_and_resumed(slurm: SlurmCluster, project: Path) -> None:
     assert re.fullmatch("on n[12]", str(status["detail"]))
     assert status["step"]
     saved = re.fullmatch(
-        rf"job {number} of .*/runs/tiny: stopped; `drawbar resume {number}` goes on from step (\d+)\n",
+        rf"job {number} of .*/runs/tiny: stopped; `drawbar resume {number}` resumes from step (\d+)\n",
         user.do("cancel", "tiny"),
     )
     assert saved is not None

@@ -118,7 +118,7 @@ def explain_disk_errors(folder: Path) -> Iterator[None]:
         raise UserError(
             f"cannot write {error.filename or 'a file of the run'}: {error.strerror}{free_text(folder)}",
             where=str(folder),
-            remedy=f"{REMEDIES[error.errno]}; then the same command goes on",
+            remedy=f"{REMEDIES[error.errno]}; then the same command resumes",
             exit_code=ExitCode.FAILED,
         ) from error
 

@@ -254,7 +254,7 @@ def _refuse_damaged(newest: Path) -> None:
         raise UserError(
             f"nothing was deleted, as the newest checkpoint is damaged: {wrong[0]}",
             where=str(newest),
-            remedy="delete that checkpoint, or go on with the run, which sets it aside and uses an older one",
+            remedy="delete that checkpoint, or continue the run, which sets it aside and uses an older one",
         )
 
 

@@ -41,7 +41,7 @@ class LocatedRecord:
 class SplitFilter:
     """Selects the training or the validation records where ``data.validation_share`` splits the training data.
 
-    The content of a record alone decides, so duplicates are on the same side, and a new order of files moves nothing.
+    Only the content of a record decides, so duplicates are on the same side, and reordering files moves nothing.
     """
 
     share: float
@@ -100,7 +100,7 @@ class SourceStream:
         """The records of one share of the source, in constant memory: record i belongs to share ``i % shares``.
 
         Those of other shares are skipped undecoded, except where a limit counts what the split filter selects.
-        ``read(share, shares, located.position + 1)`` goes on behind a record.
+        ``read(share, shares, located.position + 1)`` continues after a record.
 
         Args:
             share: 0 <= share < shares; for ``RankReader`` the rank.
@@ -119,7 +119,7 @@ class SourceStream:
     def read_all(
         self, share: int = 0, shares: int = 1, first: int = 0
     ) -> Iterator[tuple[int, str, Record | BadRecord]]:
-        """As ``read``, with the bad records that are to be left out: (position, where, record or what is wrong)."""
+        """As ``read``, with the bad records that should be left out: (position, where, record or what is wrong)."""
         for number, reader, raw in self._raw_records_of_share(share, shares, first):
             where = reader.where(raw)
             try:
@@ -127,7 +127,7 @@ class SourceStream:
                     record = _decoded(reader, raw, where)
                 yield number // shares, where, self._renamed(record, where)
             except BadRecord as error:
-                error.where = error.where or where  # a reader of the user's may give neither place nor remedy
+                error.where = error.where or where  # a user's reader may give neither place nor remedy
                 if not self._skip_bad:
                     remedy = (
                         f"{error.remedy or 'correct the record'}; or leave bad records out: data.on_bad_record=skip"
@@ -234,7 +234,7 @@ class SourceStream:
 
     @cached_property
     def _quota(self) -> int | None:
-        """What the sources before this one leave of the limit."""
+        """How much of the limit the sources before this one leave."""
         if self._limit is None or self._before is None or self._before._quota is None:
             return self._limit
         return self._before._quota - self._before.count

@@ -41,7 +41,7 @@ class NumberedRecord(NamedTuple):
 
 
 class Reading:
-    """Iterates over the records of a split, once, and knows what it has come across so far.
+    """Iterates over the records of a split, once, and keeps what it has found so far.
 
     Args:
         found: in the order of the sources.
@@ -62,7 +62,7 @@ class Reading:
 
     @cached_property
     def total(self) -> int:
-        """How many records there are, bad ones included. They are counted when somebody wants to know."""
+        """How many records there are, bad ones included. They are counted on first use."""
         return self._count()
 
     def __iter__(self) -> Iterator[NumberedRecord]:
@@ -117,10 +117,10 @@ class Records(Sequence[Record]):
         return (found.record for found in self._good())
 
     def reading(self, at_end: Callable[[], None] = lambda: None) -> Reading:
-        """A pass over the records, for whoever encodes them.
+        """A pass over the records, for encoding.
 
         Args:
-            at_end: called behind the last one.
+            at_end: called after the last one.
         """
         return Reading(self._found(at_end), len(self.streams), lambda: sum(stream.count for stream in self.streams))
 
@@ -185,12 +185,12 @@ class Records(Sequence[Record]):
 def open_records(data: DataSection, split: str) -> Records:
     """The records of ``train``, ``validation`` or ``test``, source by source, in the order of the configuration.
 
-    With ``data.validation_share``, training and validation records are two parts of the training data, told apart by
-    a hash of their content. ``data.limit`` counts the records of the split, bad ones included.
+    With ``data.validation_share``, training and validation records are two parts of the training data, separated by a
+    hash of their content. ``data.limit`` counts the records of the split, bad ones included.
 
     Raises:
-        UserError: at once for no data, files that are missing, empty or of an unknown kind, and settings that do not go
-            together; when a record is first needed, for what is wrong inside the files.
+        UserError: at once for no data, files that are missing, empty or of an unknown kind, and settings that do not
+        combine; when a record is first needed, for what is wrong inside the files.
     """
     split_filter = _split_filter(data, split)
     key = "data.train" if split_filter else f"data.{split}"
@@ -277,7 +277,7 @@ def _readers(source: SourceSection, data: DataSection, *, split: str, key: str) 
 
 
 def _check(source: SourceSection, key: str) -> None:
-    """Settings that do not go together."""
+    """Settings that do not combine."""
     forms: dict[str, Any] = {"files": source.files, "parallel": source.parallel, "dataset": source.dataset}
     given = [name for name, value in forms.items() if value]
     if len(given) != 1:

@@ -15,7 +15,7 @@ from drawbar.data.text_readers import binary_lines, expect_no_utf16, holds_nul, 
 from drawbar.errors import UserError
 
 SEPARATORS = ";,|\t"
-"""What may stand between the fields of a table."""
+"""What may separate the fields of a table."""
 
 
 def value_at(record: Record, column: str) -> Any:
@@ -79,7 +79,7 @@ LONGEST_FIELD = 2**31 - 1
 
 
 def check_names(names: Iterable[str], where: str, remedy: str) -> None:
-    """Refuse column names that are empty or there twice."""
+    """Refuse column names that are empty or occur twice."""
     for name, count in Counter(names).items():
         if not name.strip():
             raise UserError("a column has no name", where=where, remedy=remedy)
@@ -181,13 +181,13 @@ class CsvTable(_Table):
         return cls(path, options.columns, options.separator)
 
     def settings(self) -> list[str]:
-        """A comma is not named: runs that began when there was no other separator go on."""
+        """A comma is not named, so that runs from before there were other separators can resume."""
         return [text for text in super().settings() if text != "separator=','"]
 
     def rows(self) -> Iterator[RawRecord]:
         csv.field_size_limit(LONGEST_FIELD)
         # Bytes that are not UTF-8 must not stop the reader in the middle of a row: `fields` refuses them.
-        # Line breaks as they are stored: those inside of quotes belong to the field.
+        # Line breaks as they are stored: those inside quotes belong to the field.
         lines = (line.decode("utf-8", "surrogateescape") for line in stored_lines(self.path))
         reader = csv.reader(lines, delimiter=self.separator, strict=True)
         while True:

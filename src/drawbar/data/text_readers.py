@@ -38,7 +38,7 @@ def stored_lines(path: Path) -> Iterator[bytes]:
     number = 0
     with open_binary(path) as stream:
         try:
-            for number, line in enumerate(stream, start=1):  # cuts at newlines alone, not at form feeds
+            for number, line in enumerate(stream, start=1):  # cuts only at newlines, not at form feeds
                 yield line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UserError(
@@ -97,7 +97,7 @@ def _iconv(path: Path, encoding: str) -> str:
 
 
 def expect_no_utf16(path: Path) -> None:
-    """Raise ``BadRecord`` where the file begins as UTF-16 does: with its mark, or with NUL bytes."""
+    """Raise ``BadRecord`` if the file begins like UTF-16: with its mark, or with NUL bytes."""
     with open_binary(path) as stream:
         begin = stream.read(256)
     if begin[:2] in (BOM_UTF16_LE, BOM_UTF16_BE):
@@ -107,7 +107,7 @@ def expect_no_utf16(path: Path) -> None:
 
 
 def _is_blank(data: bytes) -> bool:
-    # bytes.strip is the quick answer, and str.strip the right one: it knows the spaces beyond ASCII too
+    # bytes.strip is the quick check, and str.strip the correct one: it knows the spaces beyond ASCII too
     return not data.strip() or not data.decode("utf-8", "replace").strip()
 
 
@@ -138,7 +138,7 @@ def _looks_like(line: bytes) -> str:
     return "it looks like a text without line breaks: data.sample_by=document says that this is meant"
 
 
-@cache  # a file is read several times, and this is said once
+@cache  # a file is read several times, but this is reported once
 def _warn_of_long_line(path: Path, line: int, size: str, looks_like: str) -> None:
     logger.warning("%s:%d is a line of %s: %s", path, line, size, looks_like)
 
@@ -211,7 +211,7 @@ class JsonLines(FileReader):
         except (ValueError, RecursionError) as error:
             raise _beyond_limits(error, where) from error
         record = _object(value, where)
-        if "\\ud" in line.lower():  # only such an escape can give half of a surrogate pair
+        if "\\ud" in line.lower():  # only such an escape can produce half of a surrogate pair
             _refuse_half_characters(record, where)
         return record
 
@@ -338,7 +338,7 @@ def _beyond_limits(error: Exception, where: str) -> BadRecord:
 
 
 def _refuse_half_characters(record: Record, where: str) -> None:
-    """Half of a surrogate pair is legal JSON, but no text: tokenizers refuse it with an obscure error."""
+    """Half of a surrogate pair is legal JSON, but not text: tokenizers refuse it with an obscure error."""
     try:
         json.dumps(record, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:

@@ -54,7 +54,7 @@ def train_byte_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    with ThreadPoolExecutor(max_workers=1) as thread:  # it may take minutes, in which the main thread hears signals
+    with ThreadPoolExecutor(max_workers=1) as thread:  # it may take minutes: the main thread handles signals
         thread.submit(backend.train_from_iterator, texts, trainer).result()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -79,7 +79,7 @@ def load_tokenizer(name_or_folder: str, kind: Kind = "tokenizer") -> PreTrainedT
     never run.
 
     Args:
-        kind: what the name stands for in the user's settings, for the message.
+        kind: what the name means in the user's settings, for the message.
 
     Raises:
         UserError: no such folder or name, the Hub cannot be reached and the name is not cached, or no usable tokenizer,
@@ -107,7 +107,7 @@ def load_tokenizer(name_or_folder: str, kind: Kind = "tokenizer") -> PreTrainedT
             remedy=f"{meant_folder(name_or_folder)}give the folder of a {kind}, or fetch it where there is a network: "
             f"`hf download {name_or_folder}`, then bring the cache (HF_HOME) here",
         ) from error
-    # transformers builds an empty tokenizer from a model's config.json alone, without a word
+    # transformers builds an empty tokenizer from just a model's config.json, silently
     if len(tokenizer) - len(set(tokenizer.all_special_ids)) < 2:
         files = " or ".join(getattr(tokenizer, "vocab_files_names", {}).values())
         reason = f"it has no vocabulary, which a {type(tokenizer).__name__} reads from {files or 'its files'}"
@@ -121,7 +121,7 @@ def begin_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """``begin_token_id`` as a list, which is empty where a document begins with no special token."""
+    """``begin_token_id`` as a list, which is empty if a document begins with no special token."""
     token = begin_token_id(tokenizer)
     return [] if token is None else [token]
 
@@ -151,7 +151,7 @@ def wrap_texts(tokenizer: PreTrainedTokenizerBase, wrapping: Wrapping) -> PreTra
 
 
 def check_wrapping_is_saved(tokenizer: PreTrainedTokenizerBase) -> None:
-    """See that a wrapped tokenizer still wraps texts when it is loaded from a folder.
+    """Check that a wrapped tokenizer still wraps texts when it is loaded from a folder.
 
     Raises:
         UserError: its class brings its own special tokens whenever it is loaded (as BERT's does).
@@ -229,7 +229,7 @@ def set_languages(tokenizer: PreTrainedTokenizerBase, source: str | None, target
     marks sources and targets with their languages.
 
     Raises:
-        UserError: it must be told, and is not; it does not know these languages; or it marks none.
+        UserError: the languages are needed but not given; it does not know them; or it marks none.
     """
     where = "task.source_language, task.target_language"
     if not hasattr(tokenizer, "set_src_lang_special_tokens"):
@@ -270,7 +270,7 @@ def _unusable(name: str, is_folder: bool, reason: str) -> UserError:
             f"the folder {name} holds no tokenizer that can be loaded: {file.name} {fault}",
             where=str(file),
             remedy=remedy
-            or "copy the file again from where the tokenizer comes from, or save the tokenizer anew: "
+            or "copy the file again from where the tokenizer comes from, or save the tokenizer again: "
             "tokenizer.save_pretrained(folder) writes tokenizer.json and tokenizer_config.json",
         )
     place = f"the folder {name}" if is_folder else f"{name!r} on the Hugging Face Hub"
@@ -284,7 +284,7 @@ def _unusable(name: str, is_folder: bool, reason: str) -> UserError:
 
 
 def _broken_file(folder: Path) -> tuple[Path, str, str | None] | None:
-    """A file of the folder that no tokenizer can be loaded from, why, and what to do if that is known; None where the
+    """A file of the folder that no tokenizer can be loaded from, why, and the remedy if it is known; None if the
     files look whole."""
     present = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     for file in present:
@@ -301,7 +301,8 @@ def _broken_file(folder: Path) -> tuple[Path, str, str | None] | None:
 
 
 def _has_pointers(folder: Path) -> bool:
-    """Whether a file of the folder stands for one that was not fetched: a vocabulary of lines is read from it, too."""
+    """Whether a file of the folder is a placeholder for one that was not fetched: a vocabulary of lines is read from
+    it, too."""
     with suppress(OSError):
         return any(pointer(folder / name) is not None for name in TOKENIZER_FILES)
     return False

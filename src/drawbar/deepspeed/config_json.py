@@ -1,6 +1,6 @@
 """The JSON that DeepSpeed gets: what follows from the run's settings, and the rest of a user's own file.
 
-What the file says of the run must agree with the settings; what would change the run unseen is refused; the
+What the file says of the run must agree with the settings; what would silently change the run is refused; the
 rest is passed on as it is. Optimizer and schedule are drawbar's own: the file's are compared, and left out.
 """
 
@@ -23,7 +23,7 @@ from drawbar.util.strict_json import read_json
 
 AUTO = "auto"
 NEVER = 1_000_000_000
-"""``steps_per_print``: so many steps that DeepSpeed never prints; its pipeline does not take null."""
+"""``steps_per_print``: so large that DeepSpeed never prints; its pipeline does not take null."""
 ROWS, STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 ZERO, OPTIMIZER, SCHEDULER = "zero_optimization", "optimizer.params", "scheduler.params"
 OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
@@ -76,7 +76,7 @@ REFUSED = {
     f"{ZERO}.zeropp_loco_param": _REMOVED,
     f"{ZERO}.offload_optimizer.super_offload": "it is an optimizer of DeepSpeed's; the run's is optim.name",
 }
-"""What would change the run unseen, and what drawbar does itself: why each is refused. A value that only says
+"""What would silently change the run, and what drawbar does itself: why each is refused. A value that only says
 that it is off is left out."""
 OLDER = {
     "bfloat16": '"bf16"',
@@ -97,7 +97,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     f"{SCHEDULER}.warmup_type": ("linear", _WARM_UP),
     f"{SCHEDULER}.warmup_min_lr": (0, _WARM_UP),
     f"{SCHEDULER}.warmup_min_ratio": (0, _WARM_UP),
-    f"{SCHEDULER}.last_batch_iteration": (-1, "a run goes on from the step of its checkpoint"),
+    f"{SCHEDULER}.last_batch_iteration": (-1, "a run resumes at the step of its checkpoint"),
 }
 """The one value that every run has, and why."""
 SAME_UPDATE = (
@@ -131,7 +131,7 @@ class Expected:
     setting: str
     """The run's setting that says it."""
     values: tuple[Any, ...]
-    """The run's value first; empty where no value in the file says the same as the setting."""
+    """The run's value first; empty if no value in the file says the same as the setting."""
     remedy: str = ""
     """What to do where the file has another value; by default, give the setting that value."""
 
@@ -197,7 +197,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _at(values: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted key; None where it is not there, or is ``"auto"``."""
+    """The value at a dotted key; None if it is not there, or is ``"auto"``."""
     value: Any = values
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -363,7 +363,7 @@ def _contradictions(
 
 
 def _refusals(theirs: Mapping[str, Any], compared: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """What no setting makes right.
+    """Problems that no setting can correct.
 
     Args:
         compared: the keys that are compared with the settings.

@@ -64,7 +64,7 @@ def read_deepspeed(folder: Path) -> OnDemandTensors:
 
     A universal checkpoint that was made of one of stage 3 has flat tensors. The weights of stages 1 and 2 are
     all in memory; files of other checkpoints are mapped. No file is unpickled without restrictions: torch is
-    forced to ``weights_only``, also where DeepSpeed's code asks for the contrary, and allows a few of
+    forced to ``weights_only``, even where DeepSpeed's code asks otherwise, and allows a few of
     DeepSpeed's classes besides its own.
 
     Args:

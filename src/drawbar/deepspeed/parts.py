@@ -209,7 +209,7 @@ class DeepSpeedState:
         }
 
     def gradients_equal_on_replicas(self) -> dict[str, torch.Tensor]:
-        return {}  # ``.grad`` may hold the gradient of this rank's rows alone
+        return {}  # ``.grad`` may hold the gradient of only this rank's rows
 
     def _full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A parameter's fp32 weight, or a buffer, as one process has it."""

@@ -172,7 +172,7 @@ LIMITS = (
         "compile with stage 3",
         ("parallel.compile", "parallel.zero_stage", "deepspeed.preset"),
         lambda c: _stage(c) == 3 and c.parallel.compile,
-        "stage 3 gathers parameters inside of blocks, so torch compiles each block anew, and gives up after eight",
+        "stage 3 gathers parameters inside of blocks, so torch compiles each block again, and gives up after eight",
         "set parallel.compile=false, or parallel.strategy=fsdp, which gathers outside of what is compiled",
     ),
 )

@@ -25,7 +25,7 @@ from drawbar.util.module_patterns import matching
 
 
 class Stage(nn.Module):
-    """One stage as a layer of DeepSpeed's: from hidden states (B, L, H) to hidden states, or to the loss in the last
+    """One stage as a DeepSpeed layer: from hidden states (B, L, H) to hidden states, or to the loss in the last
     stage.
 
     Args:
@@ -47,7 +47,7 @@ class Stage(nn.Module):
         """Set the micro-batches of the next forward calls: DeepSpeed's schedules run forwards in order.
 
         Args:
-            loss: called on the last stage alone.
+            loss: called only on the last stage.
         """
         self._waiting, self._loss = iter(enumerate(inputs)), loss
 
@@ -71,7 +71,7 @@ def cast_received(stage_module: nn.Module) -> None:
 
 
 def pipeline_module(stage: Stage, tied: nn.Parameter | None, dims: ParallelDims) -> nn.Module:
-    """DeepSpeed's ``PipelineModule``, on this rank with its own stage alone.
+    """DeepSpeed's ``PipelineModule``, with only this rank's own stage.
 
     Args:
         tied: this rank's copy of the weight that first and last stage share; None on other ranks.
@@ -84,7 +84,7 @@ def pipeline_module(stage: Stage, tied: nn.Parameter | None, dims: ParallelDims)
     with redirect_stdout(StringIO()):  # it prints what it does
         module: Any = PipelineModule(layers, topology=topology, partition_method="uniform", dynamic_shape=True)
     group = _ends(topology.get_axis_comm_lists("pipe"))
-    # replaces DeepSpeed's tied layers, for which embedding and head would have to be layers of their own
+    # replaces DeepSpeed's tied layers, for which embedding and head would have to be separate layers
     module.get_tied_weights_and_groups = lambda: _tied_gradients(tied, group)
     _mark_counted_once(stage, tied, module.mpu().get_slice_parallel_rank() == 0)
     return module

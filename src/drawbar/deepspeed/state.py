@@ -23,7 +23,7 @@ from drawbar.parallel.local_boxes import flat_boxes
 from drawbar.runtime.safetensors_reader import dtype_of, read_slice, shape_of
 
 STEP = "step"
-"""The one entry of an optimizer's state that is no tensor of its parameter's shape: a counter."""
+"""The one entry of an optimizer's state that is not a tensor of its parameter's shape: a counter."""
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
@@ -149,7 +149,7 @@ class MasterState(ABC):
     @abstractmethod
     def prepare(self, keys: set[str], step: Tensor) -> None:
         """Make room for the state of an optimizer that was saved after ``step`` steps, before ``set_state`` or
-        ``set_piece``: what was there is lost."""
+        ``set_piece``: its previous state is lost."""
 
     @abstractmethod
     def set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
@@ -161,7 +161,7 @@ class MasterState(ABC):
 
         return safe_get_full_grad(parameter)
 
-    # what this rank has of these by itself; the methods above gather or divide whole tensors
+    # this rank's own part of these; the methods above gather or divide whole tensors
 
     @abstractmethod
     def range(self, parameter: nn.Parameter) -> tuple[int, int]:
@@ -336,7 +336,7 @@ class PartitionedMasterState(MasterState):
         from deepspeed.utils import safe_set_local_fp32_param
 
         if parameter.ds_secondary_tensor is not None or _is_on_nvme(parameter):
-            self.set_weight(parameter, tensors[name])  # more is to be set than this rank's piece
+            self.set_weight(parameter, tensors[name])  # more is set than this rank's piece
             return
         start, count = self.range(parameter)
         padded = _padded(read_flat(tensors, name, start, count), parameter)

@@ -52,7 +52,7 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sam
         )
     if getattr(getattr(engine.meta_model, "config", None), "is_encoder_decoder", False):
         raise UserError(
-            "the model is an encoder-decoder: its text is an answer to an input, and does not go on with a prompt",
+            "the model is an encoder-decoder: its text is an answer to an input, and does not continue a prompt",
             where="RUN",
             remedy="`drawbar predict` writes its text for each record of a file, in Python `predict` does",
         )

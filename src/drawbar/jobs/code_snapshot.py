@@ -10,9 +10,8 @@ from drawbar.errors import UserError
 
 
 def code_version(folder: Path) -> str | None:
-    """``commit 0123456789ab``, or with ``with changes`` behind it where files that git knows differ from the commit.
-
-    None where there is no git, no repository, or no commit yet.
+    """``commit 0123456789ab``, followed by ``with changes`` if tracked files differ from the commit. None without git,
+    a repository or a commit.
     """
     try:
         commit = _git(folder, "rev-parse", "--verify", "--short=12", "HEAD")
@@ -23,10 +22,10 @@ def code_version(folder: Path) -> str | None:
 
 
 def snapshot_name(folder: Path) -> str:
-    """What a copy of the code is called; another name for other contents.
+    """The name of a copy of the code; different contents have different names.
 
     Raises:
-        UserError: git knows nothing there that could be copied.
+        UserError: git tracks nothing there.
     """
     digest = hashlib.sha256()
     for path in _tracked(folder):
@@ -57,7 +56,7 @@ def copy_code(folder: Path, target: Path) -> None:
 
 
 def is_tracked(folder: Path, path: Path) -> bool:
-    """Whether git knows a file, so that a copy of the folder has it.
+    """Whether git tracks a file, so that a copy of the folder has it.
 
     Args:
         path: relative to the folder.
@@ -66,7 +65,7 @@ def is_tracked(folder: Path, path: Path) -> bool:
 
 
 def _tracked(folder: Path) -> list[Path]:
-    """The files below the folder that git knows and that are there, relative to it."""
+    """The existing files below the folder that git tracks, relative to it."""
     try:
         names = _git(folder, "ls-files", "-z", "--recurse-submodules").split(b"\0")
     except (OSError, subprocess.CalledProcessError):

@@ -8,7 +8,7 @@ from pathlib import Path
 from drawbar.errors import UserError
 
 _NAME = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
-"""ssh cannot take such a name for an option, and a shell takes it for one plain word."""
+"""ssh cannot mistake such a name for an option, and a shell reads it as one plain word."""
 _LONGEST_NAME = 255
 
 
@@ -19,7 +19,7 @@ class Host:
     name: str
     """As ssh knows it: a name, an address, an alias of the user's ssh configuration; ``user@`` may be in front."""
     slots: int | None = None
-    """None where it is left open."""
+    """None if not given."""
 
     def __str__(self) -> str:
         """As :func:`parse_host` reads it."""
@@ -51,7 +51,7 @@ def check_slots(text: str) -> int:
 
 
 def check_hosts(hosts: Iterable[Host]) -> list[Host]:
-    """The same hosts. Raises ValueError where a machine comes twice."""
+    """The same hosts. Raises ValueError if a machine occurs twice."""
     known: dict[str, Host] = {}
     for host in hosts:
         if host.machine in known:
@@ -64,7 +64,7 @@ def parse_hosts(text: str) -> list[Host]:
     """The value of ``--hosts``: ``name:slots`` with commas between.
 
     Raises:
-        UserError: a part of it is no host, or a host comes twice.
+        UserError: a part of it is not a host, or a host occurs twice.
     """
     try:
         return check_hosts(parse_host(part.strip()) for part in text.split(","))
@@ -75,10 +75,11 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a file as MPI and DeepSpeed know it: ``name slots=N`` lines, comments after ``#``, empty lines.
+    """The hosts of a file in the format of MPI and DeepSpeed: ``name slots=N`` lines, comments after ``#``, empty
+    lines.
 
     Raises:
-        UserError: the file cannot be read, has no host, or has a line that is no host (the error has its number).
+        UserError: the file cannot be read, has no host, or has a line that is not a host (the error gives its number).
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

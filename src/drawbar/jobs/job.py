@@ -30,7 +30,7 @@ class Job:
     processes: int = 1
     """On each node."""
     settings: tuple[str, ...] = ()
-    """``KEY=VALUE``: under Slurm, settings behind the configuration's path, which override it. Other launchers put such
+    """``KEY=VALUE``: under Slurm, settings after the configuration's path, which override it. Other launchers put such
     settings into ``config`` (``Launcher.settings``)."""
     environment: Mapping[str, str] = field(default_factory=dict)
     container: Container | None = None
@@ -41,11 +41,11 @@ class Job:
     at_once: int | None = None
     """The most elements that may run at the same time; None for no limit."""
     version: str | None = None
-    """Of the user's own code, where git knows it."""
+    """Of the user's own code, if git tracks it."""
     snapshot: Path | None = None
     """The copy of that code which the job uses."""
     allocation: str | None = None
-    """The number of the existing allocation that the job is started in; None where there is none."""
+    """The number of the existing allocation that the job is started in; None if there is none."""
     timeout: float = 600
     """Over ssh: seconds that a host has to answer (``launch.timeout``)."""
     grace: int = 60
@@ -103,7 +103,7 @@ def make_job(
 
 
 def processes_per_node(config: RunConfig, cluster: ClusterSection) -> int:
-    """As ``launch.nproc`` says; for ``auto`` one for each GPU asked for, or one where the run is one process (on the
+    """As ``launch.nproc`` says; for ``auto`` one for each requested GPU, or one where the run is one process (on the
     CPU, or under ``single`` and ``dp``)."""
     if config.launch.nproc != "auto":
         return config.launch.nproc

@@ -15,7 +15,7 @@ from drawbar.errors import UserError
 from drawbar.jobs.settings import INVALID_IN_BIND, ClusterSection, Runtime, choose_runtime, is_file
 
 PYTHON = "python3"
-"""What the interpreter of an image is called, unless the user says otherwise."""
+"""The name of an image's interpreter, unless the user gives another."""
 VARIABLES = {"PYTHONNOUSERSITE": "1"}
 """Set in every container: packages in ~/.local are for another Python, and would come before those of the image."""
 _HUB_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
@@ -25,14 +25,14 @@ _IMAGE_REMEDY = "give the path of a file; an image of a registry is docker://NAM
 
 @dataclass(frozen=True)
 class Container:
-    """An image, who runs it, and what it sees of the node."""
+    """An image, what runs it, and what it sees of the node."""
 
     runtime: Runtime
     image: str
     """A name in a registry, or an absolute path."""
     workdir: Path
     binds: tuple[str, ...]
-    """``/outside:/inside``, or the same with ``:ro``; sorted so that a folder comes before the folders inside of it."""
+    """``/outside:/inside``, or the same with ``:ro``; sorted so that a folder comes before the folders inside it."""
     made: tuple[str, ...] = ()
     """Folders of ``binds`` to make if they are not there yet."""
     home: str | None = None
@@ -40,10 +40,10 @@ class Container:
     variables: tuple[str, ...] = ()
     """For pyxis: names of variables that keep their values in the container even if the image sets others."""
     any_runtime: bool = False
-    """Whether Singularity may stand in for Apptainer."""
+    """Whether Singularity may replace Apptainer."""
 
     def options(self) -> list[str]:
-        """Apptainer's words between ``exec`` and the command, or pyxis's options of srun."""
+        """Apptainer's arguments between ``exec`` and the command, or pyxis's options of srun."""
         if self.runtime == "pyxis":
             found = [
                 f"--container-image={self.image}",
@@ -58,7 +58,7 @@ class Container:
         return [*found, f"--pwd={self.workdir}", self.image]
 
     def script(self) -> list[str]:
-        """Lines of bash that set the array ``container``: what stands between srun's options and the command."""
+        """Lines of bash that set the array ``container``: what goes between srun's options and the command."""
         lines = [f"mkdir -p -- {shlex.join(self.made)} || exit"] if self.made else []
         if self.runtime != "pyxis":
             lines += self._find_runtime()
@@ -90,7 +90,7 @@ class Container:
 def make_container(
     config: RunConfig, cluster: ClusterSection, workdir: Path, environ: Mapping[str, str] = os.environ
 ) -> Container | None:
-    """The container of a job; None where it has none.
+    """The container of a job; None if it has none.
 
     Raises:
         UserError: a folder cannot be bound, or a file of the configuration would not be seen.
@@ -144,7 +144,7 @@ def _inside(bind: str) -> str:
 
 
 def check_image(container: Container) -> None:
-    """Refuse an image that is not there, before a job waits for it in a queue.
+    """Refuse a missing image before a job waits for it in a queue.
 
     Raises:
         UserError: the file does not exist, or cannot be read.

@@ -50,7 +50,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def render(self, job: Job) -> str:
-        """The job as text that a person can read: ``submit`` is given this text, and ``--dry-run`` prints it.
+        """The job as human-readable text: ``submit`` is given this text, and ``--dry-run`` prints it.
 
         Raises:
             UserError: the launcher cannot express something of it.
@@ -77,10 +77,10 @@ class Launcher(ABC):
 
     @abstractmethod
     def cancel(self, jobs: Sequence[JobStatus], grace: float) -> None:
-        """End jobs that wait or run, and come back when they have ended.
+        """End jobs that wait or run, and return when they have ended.
 
         Args:
-            grace: seconds that running jobs have to save, before they are ended by force.
+            grace: seconds that running jobs have to save, before they are killed.
 
         Raises:
             UserError: the launcher refuses.
@@ -91,11 +91,11 @@ class Launcher(ABC):
         return Path(record.log)
 
     def log_path(self, job: Job, number: str) -> Path:
-        """Where the output of a new job, or of an element, is going to be."""
+        """Where the output of a new job, or of an element, will be."""
         return job.folder / f"job-{number}.log"
 
     def allocation(self) -> str | None:
-        """The number of the allocation that this process is in: a job starts at once there. None outside of one."""
+        """The number of the allocation that this process is in: a job starts at once there. None outside one."""
         return None
 
     def settings(self, config: RunConfig, program: str | None) -> tuple[str, ...]:
@@ -110,8 +110,8 @@ class Launcher(ABC):
         """The section ``cluster``, with what the launcher decides where the user leaves it open.
 
         Args:
-            is_set: tells whether the user has given the setting of this name, so that it is not just the default.
-            again: whether an earlier job is submitted once more.
+            is_set: says whether the user has given the setting of this name, and it is not just the default.
+            again: whether an earlier job is submitted again.
 
         Raises:
             UserError: the section asks for what the launcher cannot give.
@@ -123,7 +123,7 @@ class Launcher(ABC):
         return make_job(config, cluster, program)
 
     def check(self, job: Job) -> list[str]:
-        """See whether the job could ever run. Returns notes for the user.
+        """Check whether the job could ever run. Returns notes for the user.
 
         Raises:
             UserError: it could not.

@@ -26,7 +26,7 @@ def get_launcher(name: str, where: str) -> Launcher:
 
 
 def launcher_of(record: JobRecord) -> Launcher:
-    """The launcher that a job was submitted by. Raises UserError where it is no longer installed."""
+    """The launcher that a job was submitted by. Raises UserError if it is no longer installed."""
     return get_launcher(record.launcher, f"the record of job {record.number}")
 
 
@@ -92,7 +92,7 @@ class FollowedJobs:
         return self.statuses
 
     def drop_ended(self) -> list[JobStatus]:
-        """Follow those that have ended no longer. Returns how they ended."""
+        """Stop following those that have ended. Returns how they ended."""
         ended = [status for status in self.statuses if not status.is_active]
         self.statuses = [status for status in self.statuses if status.is_active]
         self.records = [record for record in self.records if record not in [status.record for status in ended]]

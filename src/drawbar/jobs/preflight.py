@@ -1,4 +1,4 @@
-"""Checks of ``drawbar submit`` before the job waits in a queue, besides those that ``drawbar train`` makes, too."""
+"""Checks of ``drawbar submit`` before the job waits in a queue, besides those that ``drawbar train`` makes."""
 
 import json
 import subprocess
@@ -59,8 +59,8 @@ def check_run_folder(run_dir: Path) -> list[str]:
 
 
 def check_memory(job: Job, program: str | None, force: bool) -> tuple[str | None, Mapping[str, Any] | None]:
-    """Where ``cluster.gpu_memory`` says what a run must fit into, plan it, in a process of its own as that takes torch.
-    Returns a note for the user, and what ``drawbar plan --json`` wrote; None where nothing was planned.
+    """Where ``cluster.gpu_memory`` says what a run must fit into, plan it, in a separate process as that needs torch.
+    Returns a note for the user, and what ``drawbar plan --json`` wrote; None if nothing was planned.
 
     Args:
         program: absolute path of the user's own script, where there is one.
@@ -90,7 +90,7 @@ def check_memory(job: Job, program: str | None, force: bool) -> tuple[str | None
 
 
 def _judge(plan: dict[str, Any], memory: str, force: bool) -> str:
-    """The note about a plan. Raises UserError where the run does not fit."""
+    """The note about a plan. Raises UserError if the run does not fit."""
     peak = readable(plan["peak"])
     if plan["fits"]:
         return f"planned: a rank takes {peak} of {memory} at its peak ({plan['strategy']}, {plan['method']})"
@@ -109,7 +109,7 @@ def _judge(plan: dict[str, Any], memory: str, force: bool) -> str:
 
 
 def _reads_files(config: RunConfig, task: "type[Task] | None") -> bool:
-    """Whether the settings ``data`` name the records: a task of the user's may find its own."""
+    """Whether the settings ``data`` name the records: a user's task may find its own."""
     if task is None and ":" not in config.task.type:
         return True
     from drawbar.tasks.task import Task
@@ -119,7 +119,7 @@ def _reads_files(config: RunConfig, task: "type[Task] | None") -> bool:
 
 
 def check_data(config: RunConfig) -> list[str]:
-    """Find the files of the data, and see whether there are encoded ones.
+    """Find the files of the data, and check whether encoded ones exist.
 
     Raises:
         UserError: a file is missing, empty or of an unknown kind.

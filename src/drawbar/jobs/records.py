@@ -1,4 +1,5 @@
-"""The jobs: the stored record of each (``JobRecord``), how it ended (``JobEnd``), and how it stands (``JobStatus``).
+"""The jobs: the stored record of each (``JobRecord``), how it ended (``JobEnd``), and its current status
+(``JobStatus``).
 
 The records make Slurm's accounting unnecessary. A line of JSON for each job, or element of an array: in
 ``launch/jobs.jsonl`` of its run, and in a list of the user's own, so that ``drawbar jobs`` works from any folder.
@@ -20,7 +21,7 @@ from drawbar.util.run_dir import CONFIG_FILE, LAUNCH_FOLDER, is_run_dir, job_con
 PENDING, RUNNING = "PENDING", "RUNNING"
 COMPLETED, FAILED = "COMPLETED", "FAILED"
 LOST = "LOST"
-"""The launcher does not know the job any more, and the job left no end file."""
+"""The launcher no longer knows the job, and the job left no end file."""
 UNKNOWN = "UNKNOWN"
 """The launcher cannot be asked here, and the job left no end file."""
 STOPPED = "STOPPED"
@@ -57,13 +58,13 @@ class JobRecord:
     processes: int
     """On each node."""
     arguments: tuple[str, ...]
-    """What ``drawbar submit`` was told: a configuration, and settings."""
+    """The arguments of ``drawbar submit``: a configuration, and settings."""
     launcher: str
     """By name."""
     profile: str | None = None
     """The cluster profile."""
     code: str | None = None
-    """The version of the user's own code, where git knows it."""
+    """The version of the user's own code, if git tracks it."""
     snapshot: str | None = None
     """The copy of that code which the job uses."""
     program: str | None = None
@@ -104,14 +105,14 @@ class JobEnd:
 
     @staticmethod
     def read(record: JobRecord) -> "JobEnd | None":
-        """None where it has not ended, or was killed together with the script or launcher that would have said so."""
+        """None if it has not ended, or was killed together with the script or launcher that would have said so."""
         try:
             return JobEnd(**json.loads(record.end_file.read_text()))
         except (OSError, ValueError, TypeError):
             return None
 
     def write(self, file: Path) -> None:
-        """Raises OSError where it cannot be written."""
+        """Raises OSError if it cannot be written."""
         write_atomically(file, json.dumps(asdict(self)).encode() + b"\n")
 
 
@@ -136,7 +137,7 @@ class JobStatus:
 
     @property
     def remarks(self) -> str:
-        """All that there is to say besides the state."""
+        """All details besides the state."""
         times = f"{self.restarts} time{'s' * (self.restarts > 1)}"
         return "; ".join(filter(None, (self.detail, f"restarted {times}" if self.restarts else "")))
 
@@ -183,7 +184,7 @@ def is_recent(record: JobRecord, end: JobEnd | None, now: float) -> bool:
 def wait_for_ends(
     ask: Callable[[Sequence[JobRecord]], list[JobStatus]], records: Sequence[JobRecord], seconds: float
 ) -> list[JobRecord]:
-    """Ask again and again until all jobs have ended. Returns those that have not ended after so many seconds."""
+    """Poll until all jobs have ended. Returns those that have not ended after this many seconds."""
     end, left = time.monotonic() + seconds, list(records)
     while left and (left := [status.record for status in ask(left) if status.is_active]):
         if time.monotonic() > end:
@@ -202,7 +203,7 @@ def run_file(run_dir: Path) -> Path:
 
 
 def append_records(records: Iterable[JobRecord]) -> None:
-    """Write down a new job: with its runs, with the sweep that they belong to, and in the user's list.
+    """Record a new job: with its runs, with the sweep that they belong to, and in the user's list.
 
     Raises:
         OSError: one of the files cannot be written.
@@ -232,7 +233,7 @@ def jobs_of(folder: Path) -> list[JobRecord]:
 
 
 def find_run(what: str) -> tuple[Path, list[JobRecord]]:
-    """The folder and the newest job that a number, a run's folder or a run's name stands for. The job has several
+    """The folder and the newest job that a number, a run's folder or a run's name refers to. The job has several
     records, and the folder is that of the first, for a whole sweep; and none for a run that was never submitted.
 
     Raises:
@@ -258,13 +259,13 @@ def find_run(what: str) -> tuple[Path, list[JobRecord]]:
 
 
 def find(what: str) -> list[JobRecord]:
-    """The job of ``find_run``. Raises UserError where the run was never submitted, too: no launcher knows of it."""
+    """The job of ``find_run``. Raises UserError if the run was never submitted, too: no launcher knows of it."""
     folder, found = find_run(what)
     if not found:
         raise UserError(
             f"{what} has no job: it was trained without `drawbar submit`",
             where=str(folder),
-            remedy="`drawbar train CONFIG`, with the configuration of the run, goes on from its newest checkpoint; "
+            remedy="`drawbar train CONFIG`, with the configuration of the run, resumes from its newest checkpoint; "
             "Ctrl-C where it trains stops it",
         )
     return found
@@ -275,7 +276,7 @@ def _of_one_project(records: list[JobRecord], name: str) -> list[JobRecord]:
     none, all of this name, if these were submitted from one folder.
 
     Raises:
-        UserError: they were submitted from several: the name alone could stand for another project's run.
+        UserError: they were submitted from several: the name alone could mean another project's run.
     """
     named = [record for record in records if name in (record.run, record.sweep)]
     here = [record for record in named if record.workdir == os.getcwd()]

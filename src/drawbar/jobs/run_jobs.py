@@ -1,4 +1,4 @@
-"""What the commands that look at runs are told of jobs."""
+"""What the commands that show runs know about jobs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from drawbar.tracking.run_view import JobLookup, RunJob
 
 
 def run_job(record: JobRecord, status: JobStatus | None) -> RunJob:
-    """A job as its record tells, and ``status``: what its launcher has just told, or the files."""
+    """A job's record, and its ``status`` as its launcher, or its files, have just reported it."""
     size = f"{record.nodes} node{'s' * (record.nodes != 1)} × {record.processes} processes"
     job = RunJob(record.run, record.launcher, record.number, record.time, size)
     if status is None:

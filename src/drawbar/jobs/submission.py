@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SubmitRequest:
-    """What a user wants to be run, in the current folder."""
+    """What a user wants to run, in the current folder."""
 
     arguments: tuple[str, ...]
     """``[CONFIG] [KEY=VALUE]...``"""
@@ -53,7 +53,7 @@ class SubmitRequest:
     """Submit it even if it does not fit into the memory of the GPUs."""
 
     def load(self, *settings: str) -> LoadedConfig:
-        """The configuration, with some settings over the user's."""
+        """The configuration, with some settings overriding the user's."""
         if self.resubmitted is not None:
             return load((*self.resubmitted, *settings), self.task)
         profile = None if self.profile is None else read_profile(self.profile)
@@ -79,7 +79,7 @@ class PreparedJob:
     notes: tuple[str, ...] = ()
     """What the user should know before the job is submitted."""
     plan: Mapping[str, Any] | None = None
-    """What the run is planned to take (``drawbar plan --json``); None where ``check_memory`` made none, of a sweep, and
+    """What the run is planned to take (``drawbar plan --json``); None if ``check_memory`` made none, of a sweep, and
     of a job that is submitted again."""
 
     def script(self) -> str:
@@ -110,7 +110,7 @@ class PreparedJob:
         click.echo(f"job {number}: run {self.job.name} {size}; log: {record.log}", err=True)
 
     def _keep(self, number: str, script: str) -> list[JobRecord]:
-        """Write down a job that is submitted, with its script and its configurations."""
+        """Record a submitted job, with its script and its configurations."""
         records = self._records(number)
         try:
             self.job.folder.mkdir(parents=True, exist_ok=True)
@@ -211,7 +211,7 @@ def _prepare_run(request: SubmitRequest, launcher: Launcher) -> PreparedJob:
 
 
 def _notes_of_active_jobs(run_dir: Path) -> list[str]:
-    """What to know of other jobs of the same run. No refusal: the new one may be set to wait for them."""
+    """Notes about other jobs of the same run. Not a refusal: the new one may be set to wait for them."""
     try:
         statuses = ask_status(read(run_file(run_dir)))
     except UserError:  # the scheduler does not answer; the run directory's lock keeps two runs apart

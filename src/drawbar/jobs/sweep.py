@@ -107,7 +107,7 @@ def name_runs(base: str, elements: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _shortest(key: str, keys: Sequence[str]) -> str:
-    """The last word of a key, or as many as tell it from the others."""
+    """The last word of a key, or as many as distinguish it from the others."""
     words = key.split(".")
     for count in range(1, len(words)):
         end = ".".join(words[-count:])

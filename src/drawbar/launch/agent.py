@@ -67,8 +67,8 @@ def run_processes(
 
     Without a ``rendezvous`` torch's store listens on a port that the operating system chooses, so two runs never meet.
     With one, every node calls this, runs the ``node_check``, and waits ``timeout`` seconds for the others. Ranks are
-    forked by the ``warm_process`` where it can. ``trains`` says whether the ranks train a run, which the message of a
-    signal then speaks of.
+    forked by the ``warm_process`` where it can. ``trains`` says whether the ranks train a run, for the message after a
+    signal.
     """
     become_launcher(nproc)
     logging.disable()  # drawbar prints its own messages instead of torch's
@@ -101,7 +101,7 @@ def run_processes(
 
 
 def _launch_config(rendezvous: Rendezvous, nproc: int, timeout: float, log_dir: str) -> LaunchConfig:
-    """What torch's elastic launcher of this node is to do."""
+    """The configuration of torch's elastic launcher on this node."""
     return LaunchConfig(
         min_nodes=rendezvous.nodes,
         max_nodes=rendezvous.nodes,
@@ -120,8 +120,8 @@ def _launch_config(rendezvous: Rendezvous, nproc: int, timeout: float, log_dir: 
 
 
 class _Rank:
-    """A rank, with the methods of ``Popen`` that torch's launcher uses. One that ends well without having met the
-    others has failed: nothing was done, and the others would wait for it."""
+    """A rank, with the methods of ``Popen`` that torch's launcher uses. One that exits successfully without having met
+    the others has failed: nothing was done, and the others would wait for it."""
 
     def __init__(self, process: ForkedRank | subprocess.Popen, environment: dict[str, str]) -> None:
         self.pid = process.pid
@@ -134,7 +134,7 @@ class _Rank:
             return code
         error = UserError(
             "this process ended, with exit code 0, before it had met the others, and so nothing was done",
-            remedy="see that the program comes to its run on every rank: each is the same command, started anew",
+            remedy="make sure that the program reaches its run on every rank: each rank starts the same command",
         )
         report_failure(error, self._environment.get(_ERROR_FILE))
         return ExitCode.FAILED
@@ -175,7 +175,7 @@ def _handle_signals(folder: str, ranks: Sequence[_Rank]) -> None:
     def pass_on(number: int, frame: FrameType | None) -> None:
         nonlocal told
         if frame is not None and frame.f_code.co_filename == timing.__file__:
-            # torch times its functions there, and would raise an error of its own in place of this exception
+            # torch times its functions there, and would raise its own error instead of this exception
             threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
             return
         told = time.monotonic()
@@ -185,7 +185,7 @@ def _handle_signals(folder: str, ranks: Sequence[_Rank]) -> None:
 
     def leave_at_once(number: int, frame: FrameType | None) -> None:
         if number in REQUEUE_SIGNALS and time.monotonic() - told < ECHO_SECONDS:
-            return  # an echo of the first signal: a scheduler may tell both Apptainer and this process inside
+            return  # an echo of the first signal: a scheduler may signal both Apptainer and this process inside
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(128 + number)
 
@@ -197,7 +197,7 @@ def _handle_signals(folder: str, ranks: Sequence[_Rank]) -> None:
 
 
 def _signal_and_wait(pids: Sequence[int], number: int) -> None:
-    """Send a signal to the sessions of these children, and wait until they have ended. They stay to be waited for, as
+    """Send a signal to the sessions of these children, and wait until they have ended. They are not reaped, as
     this interrupts code that may hold the lock of a ``Popen``."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError, ProcessLookupError):
@@ -248,7 +248,7 @@ def _time_of(failure: ProcessFailure) -> float:
 
 
 def report_failure(error: BaseException, path: str | None = None) -> bool:
-    """Leave the error where the elastic launcher looks for it, at ``path`` or where this rank was told; False where
+    """Write the error where the elastic launcher looks for it: at ``path``, or where the environment says. False if
     there is no such launcher."""
     if lost_peer := _is_peer_failure(error):
         time.sleep(2)  # let the launcher first notice the rank that died: it then ends this one, too

@@ -68,10 +68,10 @@ def _sum_twice(world: Distributed) -> tuple[list[int], float]:
     """The ranks whose slice of the sum is wrong here, and the bytes a second that this rank sent (as many as it
     received).
 
-    Every rank fills a slice of its own, and adds zeros to the others' slices: so a wrong slice tells whose it is.
+    Every rank fills its own slice, and adds zeros to the others' slices: so a wrong slice reveals its rank.
     """
     if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)  # each thread has a current device of its own
+        torch.cuda.set_device(world.device)  # each thread has its own current device
     numbers = max(1, _BYTES.get(world.device.type, _BYTES["cpu"]) // 4 // world.size)
     slices = torch.zeros(world.size, numbers, device=world.device)
     slices[world.rank] = world.rank + 1.0

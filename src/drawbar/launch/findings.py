@@ -1,4 +1,4 @@
-"""What is wrong with GPUs and nodes, and what puts it right: facts, and pure functions from facts to findings; and the
+"""What is wrong with GPUs and nodes, and the remedies: facts, and pure functions from facts to findings; and the
 record of bad nodes, which is read when the job is requeued.
 
 The node check of a launch has the findings of nodes that differ. Without torch.
@@ -23,7 +23,7 @@ from drawbar.util.run_dir import LAUNCH_FOLDER
 CLOCK_SECONDS = 5.0
 """Larger clock differences are reported: times in logs and files then mislead, but nothing breaks."""
 USED_SHARE, FULL_SHARE = 0.05, 0.9
-"""Shares of a GPU's memory that others use: from the first on a warning, from the second on a problem."""
+"""Shares of a GPU's memory that others use: a warning from the first on, a problem from the second on."""
 _NVIDIA_SMI_SECONDS = 20
 """nvidia-smi hangs where the driver does."""
 
@@ -41,10 +41,10 @@ class Finding:
     """One thing that was looked at."""
 
     where: str
-    """The setting, variable, folder, device or node; empty where no single one is at fault."""
+    """The setting, variable, folder, device or node; empty if no single one is at fault."""
     level: Level
     what: str
-    """What it is; of trouble, what is the matter."""
+    """What was found; of trouble, what is wrong."""
     remedy: str = ""
     """The remedy: a command, or words."""
 
@@ -83,7 +83,7 @@ class Gpus:
 
     gpus: tuple[Gpu, ...] = ()
     driver: str = ""
-    """Its version; empty where there is none."""
+    """Its version; empty if there is none."""
     trouble: str = ""
     """Why nothing is known of them."""
 
@@ -103,7 +103,7 @@ def look_at_gpus(environ: Mapping[str, str]) -> Gpus:
                 gpus.append(Gpu(int(index), int(total), int(used), processes))
         return Gpus(tuple(gpus), rows[0][4] if rows else "")
     except FileNotFoundError:
-        return Gpus()  # in a container, say; torch will tell what does not work
+        return Gpus()  # for example in a container; torch will report what does not work
     except subprocess.TimeoutExpired:
         return Gpus(trouble=f"nvidia-smi gave no answer in {_NVIDIA_SMI_SECONDS} s")
     except subprocess.CalledProcessError as error:
@@ -120,14 +120,14 @@ def _query(question: str) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node of a job says of itself in the node check."""
+    """What a node of a job reports about itself in the node check."""
 
     name: str
     versions: Mapping[str, str]
     config: str
     """Digest of the whole configuration."""
     gpu_count: int
-    """That torch sees; 0 where the run does not use them."""
+    """That torch sees; 0 if the run does not use them."""
     gpus: Gpus = Gpus()
     time: float = 0.0
     """Seconds since 1970, when it was said."""
@@ -156,7 +156,7 @@ def of_gpus(gpus: Gpus, node: str = "") -> Iterator[Finding]:
 
 
 def of_nodes(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """How the nodes of a job differ, and what is wrong with a GPU of theirs. ``where`` is a node that another
+    """How the nodes of a job differ, and what is wrong with their GPUs. ``where`` is a node that another
     one could stand in for."""
     same = "install the same versions on all nodes (cluster.python, cluster.setup)"
     for what in nodes[0].versions:
@@ -198,7 +198,7 @@ def _holders(values: Mapping[str, str]) -> dict[str, list[str]]:
 BAD_NODES_FILE = "bad-nodes.json"
 """In ``<run>/launch``: a list with one entry for each time that a job named some."""
 NODE_IS_LOST = "is lost"
-"""Text that marks the reason of a node that went away in mid-run: Slurm will soon find it missing, too."""
+"""Text that marks the reason of a node that was lost during the run: Slurm will soon notice that, too."""
 
 
 def restart_number(environ: Mapping[str, str] = os.environ) -> int:

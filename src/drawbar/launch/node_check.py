@@ -1,8 +1,8 @@
 """``NodeCheck`` and ``NodeWatch``: launchers of several nodes check one another, before and while the ranks run.
 
-First every node answers the node check, at the store where torch's launchers will meet, too. Whoever does not answer in
-time is named on every node that did, and the run ends: it never goes on as a smaller one. From then on each launcher
-sends heartbeats, so that a node which is lost in mid-run is named, and nobody waits for it.
+First every node answers the node check, at the store where torch's launchers will meet, too. A node that does not
+answer in time is named on every node that did, and the run ends: it never continues with fewer nodes. From then on each
+launcher sends heartbeats, so that a node which is lost during the run is named, and nobody waits for it.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ class NodeCheck:
     Args:
         config: the text of the whole configuration.
         device: the setting.
-        run_dir: where bad nodes are written down.
+        run_dir: where bad nodes are recorded.
         seconds: how long the nodes wait for one another.
     """
 
@@ -202,7 +202,7 @@ class NodeWatch:
 
     Args:
         store: on the first node this is the server, also of torch's launcher: keep it until that launcher has ended.
-        run_dir: where a lost node is written down.
+        run_dir: where a lost node is recorded.
     """
 
     def __init__(self, store: dist.Store, rendezvous: Rendezvous, run_dir: Path) -> None:
@@ -244,7 +244,7 @@ class NodeWatch:
         self._report_lost(self._lost(_SUSPICION))
 
     def _watch(self) -> None:
-        """Every beat, say that this node is there, and look who else is."""
+        """Every beat, announce this node, and check which others are there."""
         store: dist.Store | None = None
         while not self._over.wait(_BEAT):
             try:
@@ -264,7 +264,7 @@ class NodeWatch:
                 os._exit(ExitCode.FAILED)  # the ranks' own watchdogs end them
 
     def _is_there(self, store: dist.Store, node: int) -> bool:
-        """Whether a node has given a sign since the last look, or has left in good order."""
+        """Whether a node has sent a heartbeat since the last look, or has left properly."""
         if store.check([f"left/{node}"]):
             self._departed.add(node)
         if node in self._departed:
@@ -328,7 +328,7 @@ def _problems(found: Sequence[Finding]) -> list[Finding]:
 
 
 def _bad_nodes(problems: Sequence[Finding]) -> dict[str, str]:
-    """What is wrong with each node that another one could stand in for."""
+    """What is wrong with each node that another one could replace."""
     return {finding.where: finding.what for finding in problems if finding.where}
 
 
@@ -337,7 +337,7 @@ def _remedy(problems: Sequence[Finding]) -> str:
     if bad := _bad_nodes(problems):
         names = ",".join(bad)
         remedies.append(
-            f"look in the log for what {names} says; to go on without: cluster.options={{exclude: '{names}'}}, or "
+            f"look in the log for what {names} says; to continue without: cluster.options={{exclude: '{names}'}}, or "
             "cluster.exclude_bad_nodes=true for the next time; a longer wait at the node check is "
             "launch.roll_call_seconds=N"
         )

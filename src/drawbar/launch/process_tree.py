@@ -17,7 +17,7 @@ def adopt_orphans() -> bool:
 
 
 def stop_adopting_orphans() -> None:
-    """Make this process no subreaper any more; it keeps the children that it has."""
+    """Stop being a subreaper; this process keeps its children."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
@@ -58,7 +58,7 @@ def end_tree() -> list[int]:
 
 
 def _prctl(option: int, value: int) -> bool:
-    """Call ``prctl``, which Linux alone has. Returns whether that worked."""
+    """Call ``prctl``, which only Linux has. Returns whether that worked."""
     with contextlib.suppress(AttributeError):
         return ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0
     return False

@@ -29,7 +29,7 @@ class Rendezvous:
     address: str
     """Of this node, as the others reach it."""
     names: tuple[str, ...] = ()
-    """Of all nodes, in their order, as Slurm or the list of hosts calls them; empty where that is not known."""
+    """Of all nodes, in their order, as Slurm or the list of hosts calls them; empty if that is not known."""
 
     def name(self, node: int) -> str:
         """What messages call a node."""

@@ -2,7 +2,7 @@
 
 These imports are most of the time to a first step. So the process begins with them while the launcher is still reading
 the configuration, and each rank starts with them done. It forks only where a fork is as good as a new interpreter,
-which it checks itself (:mod:`drawbar.launch.warm_ranks`). Else the launcher starts ranks as torch does.
+which it checks itself (:mod:`drawbar.launch.warm_ranks`). Otherwise the launcher starts ranks as torch does.
 """
 
 import math
@@ -43,7 +43,7 @@ class WarmProcess:
 
     Args:
         modules: what it imports.
-        nproc: how many ranks it is to fork.
+        nproc: how many ranks it will fork.
     """
 
     def __init__(self, modules: Sequence[str], nproc: int) -> None:
@@ -75,8 +75,8 @@ class WarmProcess:
         stop_adopting_orphans()
 
     def fork(self, arguments: Sequence[str], environment: dict[str, str]) -> "ForkedRank | None":
-        """``python -u ARGUMENTS`` as a child of this process, in a session of its own, with this process's standard
-        streams; None where a new interpreter is needed."""
+        """``python -u ARGUMENTS`` as a child of this process, in its own session, with this process's standard
+        streams; None if a new interpreter is needed."""
         if not self._left or list(arguments[: len(RANK_PROGRAM)]) != RANK_PROGRAM or not adopt_orphans():
             return None
         try:

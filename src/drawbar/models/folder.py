@@ -1,4 +1,4 @@
-"""Folders that are to hold a model, and runs that are named in place of one: ``task.model: runs/other@best``."""
+"""Folders that should hold a model, and runs that are named in place of one: ``task.model: runs/other@best``."""
 
 import json
 from contextlib import suppress
@@ -28,7 +28,7 @@ class RunReference:
 
     run: Path
     which: str
-    """``best``, ``latest`` or a step; it need not be there."""
+    """``best``, ``latest`` or a step; it need not exist."""
 
 
 def run_reference(options: Any) -> RunReference | None:
@@ -50,7 +50,7 @@ def run_reference(options: Any) -> RunReference | None:
 
 
 def initial_model_of(run_dir: Path, options: Any) -> Path | None:
-    """The folder of a run with a copy of the model that ``task.model`` names; None where the run has no such copy."""
+    """The folder of a run with a copy of the model that ``task.model`` names; None if the run has no such copy."""
     folder = run_dir / INITIAL_MODEL
     try:
         said = json.loads((folder / SOURCE_FILE).read_text("utf-8"))["task.model"]
@@ -75,13 +75,13 @@ def check_not_from_scratch(options: Any) -> None:
 
 
 def check_model_folder(name: str) -> None:
-    """See that ``name``, where it is a folder and no name of the Hub, has a ``config.json`` that can be read.
+    """Check that ``name``, if it is a folder and not a Hub name, has a readable ``config.json``.
 
     Without that file transformers does not find what else is in the folder, such as a tokenizer: ``config.json`` says
     what to look for.
 
     Raises:
-        UserError: the folder is empty, or has no such file, or one that is no JSON object.
+        UserError: the folder is empty, or has no such file, or one that is not a JSON object.
     """
     folder = Path(name)
     if not folder.is_dir():
@@ -122,7 +122,7 @@ def check_model_folder(name: str) -> None:
 
 
 def foreign_file(folder: Path) -> tuple[Path, Content] | None:
-    """A file of a model's folder that is not what its name says, and what it is instead; None where there is none."""
+    """A file of a model's folder that is not what its name says, and what it is instead; None if there is none."""
     for path in sorted(folder.iterdir()):
         if path.suffix in _HOLDS:
             with suppress(OSError):
@@ -133,7 +133,7 @@ def foreign_file(folder: Path) -> tuple[Path, Content] | None:
 
 
 def _run_of(folder: Path) -> Path | None:
-    """The run directory that the folder is, or that it is a checkpoint of; None where it is neither."""
+    """The run directory that the folder is, or that it is a checkpoint of; None if it is neither."""
     for run in (folder, folder.absolute().parent.parent):
         if is_run_dir(run):
             of_checkpoint = folder.absolute().parent == run / "checkpoints"

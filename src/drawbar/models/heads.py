@@ -79,11 +79,11 @@ SEES_PADDING = {"big_bird", "canine", "convbert", "fnet", "mobilebert", "nystrom
 or choose what to attend to by the row's length."""
 NOT_CAUSAL = {"cpmant", "xlnet"}
 """Families that transformers builds for next-token prediction, and that look at later tokens unless they get more than
-tokens: XLNet's perm_mask, say."""
+tokens, such as XLNet's perm_mask."""
 POSITIONS_FROM_MASK = {"bloom", "falcon_mamba", "mamba", "mpt"}
-"""Families of decoders that take no positions, and yet compute a prompt behind padding as without it."""
+"""Families of decoders that take no positions, and yet compute a prompt after padding as without it."""
 COUNTS_COLUMNS = {"deepseek_v4", "gpt_neo", "openai-gpt", "recurrent_gemma"}
-"""Families of decoders that take positions, and count columns all the same: to remember several as one (deepseek_v4),
+"""Families of decoders that take positions, and still count columns: to remember several as one (deepseek_v4),
 to mask no more than they have positions (gpt_neo, openai-gpt), or as their state reads padding (recurrent_gemma)."""
 
 
@@ -128,7 +128,7 @@ def predict_in_fp32(model: nn.Module, outputs: int) -> None:
 
 
 def longest_input(model: nn.Module) -> int | None:
-    """Most tokens in a sample that the model has positions for; None where there is no such limit (T5, XLNet)."""
+    """Most tokens in a sample that the model has positions for; None if there is no such limit (T5, XLNet)."""
     config: Any = getattr(model, "config", None)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and limit < 1:  # -1 in XLNet
@@ -170,7 +170,7 @@ def sees_neighbours(model: nn.Module, length: int) -> bool:
 
 
 def _longest_unscaled(config: Any, kind: str) -> int | None:
-    """Up to which longest row of a batch rotary embeddings of this kind are not scaled; None where there are none."""
+    """Up to which longest row of a batch rotary embeddings of this kind are not scaled; None if there are none."""
     given = getattr(config, "rope_parameters", None) or {}
     of_layers = given.values() if given and all(isinstance(one, dict) for one in given.values()) else [given]
     lengths = [one.get("original_max_position_embeddings") for one in of_layers if one.get("rope_type") == kind]

@@ -364,7 +364,7 @@ def from_hub(load: Callable[..., T], name: str) -> T:
         elif is_folder:
             remedy = (
                 "the folder must hold config.json and all safetensors files, whole, of a model that transformers "
-                "knows: copy or fetch anew what is missing or cut off"
+                "knows: copy or fetch again what is missing or cut off"
             )
         else:
             remedy = (
@@ -381,7 +381,7 @@ def fit_embeddings(model: nn.Module, tokenizer: Any, resize: bool) -> None:
         UserError: the tokenizer has more tokens than the model has embeddings, and ``resize`` is off.
     """
     embeddings = model.get_input_embeddings()
-    # I-BERT has an embedding of its own, which does not say how many rows it has
+    # I-BERT has its own embedding class, which does not say how many rows it has
     rows = embeddings.num_embeddings if hasattr(embeddings, "num_embeddings") else len(embeddings.weight)
     if len(tokenizer) == rows:
         return

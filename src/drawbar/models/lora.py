@@ -188,7 +188,7 @@ def add_adapters(model: nn.Module, lora: LoraSection, without_file: Collection[s
     """Freeze the model and give it adapters, in place; only they, its new head and ``lora.train`` are trained.
 
     The head is what a transformers model has besides its base model (none if it predicts tokens); in any other module,
-    the modules with the names that peft looks for. The adapters depend on torch's global random state alone, and the
+    the modules with the names that peft looks for. The adapters depend only on torch's global random state, and the
     model's outputs do not change until the adapters are trained.
 
     Args:
@@ -377,7 +377,7 @@ def save_adapter(model: nn.Module, folder: Path, base_name: str, read: Callable[
         model: with its adapters, not merged; its parameters are not read, and may be on the meta device.
         folder: is made; gets ``adapter_config.json`` and ``adapter_model.safetensors``.
         base_name: the pretrained model that the adapters belong to, a hub name or a folder.
-        read: from a name of the model's ``state_dict`` to the tensor that is to be written.
+        read: from a name of the model's ``state_dict`` to the tensor to write.
     """
     layers = tuple(f"{name}." for name in adapted_layers(model))
     trained = trained_state(model)

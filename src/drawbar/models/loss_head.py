@@ -1,7 +1,7 @@
 """Language models whose head computes the loss itself, without logits of all positions.
 
 The loss is computed in the call of the head's own module, where the hooks of FSDP and ZeRO-3 have its weight at hand.
-The model is called as ever, with its targets beside the inputs, and its outputs have the sum of the ``loss``.
+The model is called as usual, with its targets beside the inputs, and its outputs contain the summed ``loss``.
 
 What a model applies to its logits after the head, such as a soft cap (Gemma 2), a factor (Cohere, Granite) or a bias
 (BART), is recorded from the model's own code and applied in the head, too.
@@ -47,7 +47,7 @@ class LogitOps:
         return any(isinstance(one, str) for _, arguments in self.ops for one in arguments)
 
     def of(self, model: nn.Module) -> Transform | None:
-        """The ops as one function of any rows of logits; None where there are none.
+        """The ops as one function of any rows of logits; None if there are none.
 
         Args:
             model: the model whose buffers are read, each time that the function is called.
@@ -264,7 +264,7 @@ def give_loss_head(module: nn.Module, cross_entropy: CrossEntropy, ops: LogitOps
 
 
 def _head_of(module: Any) -> LossHead | None:
-    """Found anew in each call: the module may be a copy of the one that has got the head."""
+    """Looked up in each call: the module may be a copy of the one that got the head."""
     head = module.get_output_embeddings()
     return head if isinstance(head, LossHead) else None
 

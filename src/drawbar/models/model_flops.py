@@ -30,7 +30,7 @@ _PEAKS = {
     "T4": 65,
 }
 """TFLOP/s of a device in 16 bits without sparsity, from the vendors' data sheets; a name that contains another
-name (H100 PCIe contains H100) stands before it. A device of MI250X is half of the card."""
+name (H100 PCIe contains H100) comes before it. A device of MI250X is half of the card."""
 
 
 def training_flops_per_token(model: nn.Module, attended: float) -> float | None:
@@ -43,7 +43,8 @@ def training_flops_per_token(model: nn.Module, attended: float) -> float | None:
         attended: tokens that a token attends to on average; a causal mask does not lower it, as in the paper.
 
     Returns:
-        None where that formula does not count the model: encoder-decoders, experts, and what is no transformer.
+        None if that formula does not count the model: encoder-decoders, experts, and models that are not
+        transformers.
     """
     if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
         return None

@@ -43,7 +43,7 @@ def allow_packing(model: nn.Module, per_sample: bool, with_row_mask: bool = Fals
     """Let a transformers model take packed rows.
 
     Called with ``segment_ids`` (and ``decoder_segment_ids``, and explicit ``decoder_input_ids``) in its keyword
-    arguments, the model attends within samples alone and counts positions within each; ``position_ids`` and
+    arguments, the model attends only within samples, and counts positions within each; ``position_ids`` and
     ``attention_mask`` are replaced; the caller computes the loss. Called without ``segment_ids`` it works as before, on
     padded batches.
 
@@ -132,7 +132,7 @@ def _begins(segments_RL: Tensor) -> Tensor:
 
 
 def _last_tokens(segments_RL: Tensor, firsts_N: Tensor, is_pad_RL: Tensor) -> Tensor:
-    """Index (of R·L) of each sample's last token that is no pad token, or of its first if all are; shape (N,). The
+    """Index (of R·L) of each sample's last token that is not a pad token, or of its first if all are; shape (N,). The
     rows' paddings, which ``Segments`` counts as samples, are not among them."""
     tokens = torch.arange(segments_RL.numel(), device=segments_RL.device)
     samples = torch.searchsorted(firsts_N, tokens, right=True) - 1
@@ -164,7 +164,7 @@ def _same_segment(queries_RU: Tensor, keys_RL: Tensor) -> Tensor:
 
 
 class _Packing:
-    """State of the hooks during a forward; ``segments_RL`` is None where rows are not packed."""
+    """State of the hooks during a forward; ``segments_RL`` is None if rows are not packed."""
 
     segments_RL: Tensor | None = None
     segments: tuple[Segments, ...] = ()
@@ -270,7 +270,7 @@ class _Encoder(_Packing):
         return (total_RL - before_RL) * counted_RL + pad
 
     def keep_first(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """These families classify by a row's first token: give them a row for each sample, of that token alone."""
+        """These families classify by a row's first token: give them a row for each sample, of only that token."""
         if self.segments_RL is None:
             return args
         return (self.first_states(args[0]), *args[1:])

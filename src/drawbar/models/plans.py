@@ -193,7 +193,7 @@ def _norms_of_heads(styles: Mapping[str, Style]) -> dict[str, Style]:
 
 def _activations(base: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
     """Styles for activation functions with parameters (XIELU, of Apertus), which plans lack: between a column- and a
-    row-parallel layer, they see a rank's shard alone."""
+    row-parallel layer, they see only a rank's shard."""
     parents = {name.rpartition(".")[0] for name, style in styles.items() if style == "rowwise"}
     patterns = {f"{parent}.{name}": None for parent in parents for name in ("act_fn", "act", "activation_fn")}
     return {

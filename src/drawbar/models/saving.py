@@ -85,7 +85,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _shapes(model: PreTrainedModel, dtype: torch.dtype) -> Tensors:
-    """What is saved of a model, as tensors without values: of weights that its class ties, the first alone."""
+    """What is saved of a model, as tensors without values: of weights that its class ties, only the first."""
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     ignored = set(model._keys_to_ignore_on_save or ())
     names = [name for name in model.state_dict() if name not in ignored]

@@ -5,7 +5,7 @@ longest; torch's own attention takes each batch. On CUDA, torch's kernel for sam
 
 R: rows, L: tokens in a row, T: all R·L tokens, N: samples, S: slots (places) in all groups, H: heads, D: a head's
 size; n: samples of a group, l: tokens of its longest.
-The padding of a row counts as a sample of its own, behind the others; it has 0 tokens if there is no padding.
+The padding of a row counts as a separate sample, after the others; it has 0 tokens if there is no padding.
 
 transformers looks at the values of a padding mask to choose how attention is masked, and on a GPU the host would wait
 for them in each forward. Here it looks before the mask is copied. The masks themselves are those of transformers.
@@ -38,11 +38,11 @@ MASKED_BY_US = {"sdpa"}
 class _Known:
     has_padding: bool
     version: int
-    """Of the mask: a mask that was changed in place since is looked at again."""
+    """Of the mask: a mask that was changed in place since is checked again."""
 
 
 _has_padding: ContextVar[bool | None] = ContextVar("do the masks of this forward have padding", default=None)
-"""None where the host does not know."""
+"""None if the host does not know."""
 
 
 def send_padding(copy: Tensor, mask: Tensor) -> None:
@@ -52,8 +52,8 @@ def send_padding(copy: Tensor, mask: Tensor) -> None:
 
 def use_known_padding(model: nn.Module) -> None:
     """Let a transformers model take from the host whether its batches have padding, where :func:`send_padding` said so;
-    any other batch is looked at as ever. Only for families whose layers all get the mask that the model is called with,
-    as the tests compare: others may mask by one of their own."""
+    any other batch is checked as usual. Only for families whose layers all get the mask that the model is called with,
+    as the tests compare: others may use their own mask."""
     model.register_forward_pre_hook(_enter, with_kwargs=True)
     model.register_forward_hook(_leave, always_call=True)
 
@@ -70,7 +70,7 @@ def _enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, d
 
 
 def _has_plain_rows(module: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether all tokens of all rows are computed, each row by itself, with nothing remembered of a call before."""
+    """Whether all tokens of all rows are computed, each row by itself, with nothing kept from an earlier call."""
     others = (*MASKS, "position_ids", "segment_ids", "past_key_values", "inputs_embeds")
     return (
         kwargs.get("input_ids") is not None
@@ -108,7 +108,7 @@ SEGMENTED = "drawbar_segments"
 LEAST_SHARE = 2 / 3
 """A sample joins a group if it has at least this share of the tokens of the group's longest."""
 SHORT = 16
-"""Samples of up to so many tokens share a group: a call costs more than their padding."""
+"""Samples of up to this many tokens share a group: a call costs more than their padding."""
 VARLEN_GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether torch's ``varlen_attn`` takes fewer heads of keys than of queries. That of torch 2.11 does not."""
 FLASH_HEAD_SIZE = 256
@@ -122,7 +122,7 @@ class SegmentGroup:
     count: int
     length: int
     real: Tensor | None
-    """Shape (count, length), bool: False at padding; None where there is none."""
+    """Shape (count, length), bool: False at padding; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def attend(
     Args:
         query, key, value: shape (R, H, L, D).
         attention_mask: with segments a placeholder that is not read; without them, as for ``sdpa``.
-        segments: of the queries, and, outside of cross-attention, of the keys as well.
+        segments: of the queries, and, outside cross-attention, of the keys as well.
         source_segments: of the keys in cross-attention. A decoder's self-attention gets them too, and ignores them.
         position_bias: shape (1, H, l, l), for samples of up to l tokens; without segments, as for ``sdpa``.
 
@@ -316,7 +316,7 @@ def _takes_flash(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> bool:
 
 def _computed_in(tensor: Tensor) -> torch.dtype:
     """The dtype in which ``sdpa`` would compute with this tensor: autocast casts all floats but those of 64 bits. It
-    does so for operators that it knows, and torch's ``varlen_attn`` is none of them."""
+    does so for operators that it knows, and torch's ``varlen_attn`` is not among them."""
     device = tensor.device.type
     casts = torch.is_autocast_enabled(device) and tensor.is_floating_point() and tensor.dtype != torch.float64
     return torch.get_autocast_dtype(device) if casts else tensor.dtype
@@ -346,7 +346,7 @@ def _attend_by_flash(
     return attended_THD
 
 
-@torch.compiler.disable  # each batch has other groups, for which torch would compile anew
+@torch.compiler.disable  # each batch has other groups, for which torch would recompile
 def _attend_in_groups(
     module: nn.Module,
     query_THD: Tensor,
@@ -385,7 +385,7 @@ def _to_slots(x_THD: Tensor, segments: Segments) -> list[Tensor]:
 
 
 class _GatherToSlots(torch.autograd.Function):
-    """``x[token_of_slot]`` where padding gets no gradient: the backward pass is a copy and no sum,
+    """``x[token_of_slot]`` where padding gets no gradient: the backward pass is a copy, not a sum,
     ``gradient[slot_of_token]``."""
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Sharded loading of pretrained models: the model without weights, and lazy access to its weight files.
 
 Together these are equivalent to ``load_pretrained``, which is still needed where weights must be computed from the
-stored tensors, and not only read.
+stored tensors, and not just read.
 """
 
 from collections import defaultdict
@@ -64,7 +64,7 @@ def build_meta_model(name: str, head: Head = "causal_lm", find_weights: bool = T
 def stored_tensors(name: str, model: nn.Module) -> TensorFiles | None:
     """The pretrained weights of all parameters of ``model``, under its names and in the types of the files.
 
-    None where the files do not hold all of them as they are: there are new heads or more tokens, or transformers
+    None if the files do not hold all of them as they are: there are new heads or more tokens, or transformers
     computes them from several tensors. ``load_pretrained`` can do that.
 
     Args:
@@ -113,7 +113,7 @@ def _open_files(name: str, model: nn.Module, local_files_only: bool) -> TensorFi
 
 
 def _paths(name: str, local_files_only: bool) -> list[Path] | None:
-    """The safetensors files, fetched from the hub if need be; None where transformers may convert other kinds of files.
+    """The safetensors files, fetched from the hub if need be; None if transformers may convert other kinds of files.
 
     Raises:
         OSError: a folder has none.

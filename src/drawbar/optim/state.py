@@ -39,7 +39,7 @@ def load_optimizer_state(
 ) -> None:
     """Put back what :func:`optimizer_state` returned, in the order of names, in which a checkpoint in parts stores
     them. Each tensor goes to the device of its parameter before the next is read from its file: the host never holds
-    the state of a model that lies elsewhere.
+    the state of a model that is elsewhere.
 
     Tensors of parameters that these optimizers do not hold are left alone: see :func:`check_optimizer_state`.
     """

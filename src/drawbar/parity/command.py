@@ -45,7 +45,7 @@ Exit codes: 0 all that could run are equal, 1 a strategy diverges or crashes, 2 
 )
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Optimizer steps to make.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Processes. Default: launch.nproc, or 2.")
-@click.option("--layers", type=click.IntRange(min=1), help="Keep so many of the model's blocks.")
+@click.option("--layers", type=click.IntRange(min=1), help="Keep this many of the model's blocks.")
 @click.option(
     "--precision",
     type=click.Choice(["fp32", "bf16", "fp16"]),
@@ -158,7 +158,7 @@ def _compare(
 def _start(
     task: "type[Task] | None", request: "ParityRequest", rest: "list[Case]", folder: "ResultsDir", ranks: int
 ) -> int:
-    """Start the processes for the cases of ``rest``, and anew after a case that crashed them. 0 where there are
+    """Start the processes for the cases of ``rest``, and restart them after a case that crashed them. 0 if there are
     results, else an exit code."""
     from drawbar.cli.train import rerun_command
     from drawbar.errors import ExitCode

@@ -6,7 +6,7 @@ Everything is relative, and what it is relative to is chosen so that rounding pa
   relative to that thousandth.
 - *gradients*: ‖a - b‖ / max(‖b‖, floor) for each parameter. Some gradients are zero on paper (those of the biases of
   keys, which softmax does not see), so that all that is computed is rounding. The floor is a hundredth of the norm that
-  the gradient would have if all entries of the model's gradient were of one size. With a tolerance of 1e-4, a gradient
+  the gradient would have if all entries of the model's gradient had the same size. With a tolerance of 1e-4, a gradient
   a millionth of the usual size is still seen to be missing, or doubled.
 - *weights*: ‖a - b‖ / ‖b‖ for each parameter, of the entries whose gradient in the first trained step is well known
   (``Tolerances.max_gradient_error``). In a lower precision, one process repeats the strategy's last step from the state
@@ -50,7 +50,7 @@ SCALAR_FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest differences of one kind that are no fault."""
+    """Largest differences of one kind that are not faults."""
 
     base: float
     """The limit everywhere; ``at`` can only raise it."""
@@ -63,7 +63,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Largest relative differences that are no fault."""
+    """Largest relative differences that are not faults."""
 
     loss: Limits
     grad_norm: Limits
@@ -104,13 +104,13 @@ class Trace:
     """By step."""
     grad_norms: dict[int, float] = field(default_factory=dict)
     skipped: list[int] = field(default_factory=list)
-    """Steps that fp16 left out."""
+    """Steps that fp16 skipped."""
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """By step, of the first and the last one alone: the whole gradients, before clipping."""
+    """By step, only of the first and the last one: the whole gradients, before clipping."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """After the last step."""
     first_trained_step: int = 1
-    """The first step of this training: 1, or the one after the ``StepStart`` that it goes on from."""
+    """The first step of this training: 1, or the one after the ``StepStart`` that it continues from."""
     ties: list[list[str]] = field(default_factory=list)
     """Names of one and the same weight."""
     unequal: list[Fault] = field(default_factory=list)
@@ -342,13 +342,13 @@ LARGEST = 0.9
 
 @dataclass(frozen=True)
 class Noise:
-    """Rounds what flows through a model once more."""
+    """Adds a rounding to the outputs of a model's modules."""
 
     precision: str
     seed: int
 
     def add_to(self, model: nn.Module) -> None:
-        """Round the outputs of all modules once more, in every forward from now on."""
+        """Add a rounding to the outputs of all modules, in every forward from now on."""
         unit = torch.finfo(DTYPES[self.precision]).eps / 2
         generators: dict[torch.device, torch.Generator] = {}  # not torch's own, from which the model draws
 
@@ -408,5 +408,5 @@ def limits(fp32: Limits, tried: Sequence[Differences]) -> Limits:
 
 
 def limit_for(value: float) -> float:
-    """The limit for a difference that rounding alone was measured to cause."""
+    """The limit for a difference that was measured to come from rounding alone."""
     return min(MARGIN * value, LARGEST)

@@ -73,7 +73,7 @@ class ModuleRecord:
     outputs: Tensors = field(default_factory=dict)
     gradients: Tensors = field(default_factory=dict)
     limits: dict[str, Limits] = field(default_factory=dict)
-    """By kind (``output`` or ``gradient``): the largest differences that are no fault."""
+    """By kind (``output`` or ``gradient``): the largest differences that are not a fault."""
 
     def differences(self, other: "ModuleRecord") -> dict[str, Differences]:
         """How far another record of the same rows is from this one, by kind."""
@@ -102,7 +102,7 @@ class Probe:
     expected: Tensors
     """The same in one process."""
     limits: Limits
-    """The largest differences of these gradients that are no fault."""
+    """The largest differences of these gradients that are not a fault."""
     ties: list[list[str]]
     gradient_factors: dict[int, float]
     """By rank, of data-parallel leaders: the factor by which it scales its loss, where it could be measured."""
@@ -125,7 +125,7 @@ def find_divergence(workload: Workload, config: RunConfig, reference: RunConfig,
         config: the workload's, run in the way that failed.
         reference: the workload's, run in one process.
     """
-    rows = 2 * config.parallel.pipeline if config.parallel.pipeline > 1 else 1  # every stage is to have work
+    rows = 2 * config.parallel.pipeline if config.parallel.pipeline > 1 else 1  # every stage should have work
     few = {"global_batch": rows * world.dp_ranks.size, "micro_batch": 1, "micro_batch_tokens": None}
     train = config.train.model_copy(update=few)
     loader = workload.loader(config.model_copy(update={"train": train}), world)
@@ -407,7 +407,7 @@ def pieces(whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class ComparedModule:
-    """The differences of one module. One is None where the module has no such value, or it could not be compared."""
+    """The differences of one module. One is None if the module has no such value, or it could not be compared."""
 
     name: str
     """Empty for the model itself."""
@@ -460,7 +460,7 @@ class Diagnosis:
     """The diagnosis of a strategy that differs, for the report."""
 
     module: str
-    """The first module that differs; empty where no single one does."""
+    """The first module that differs; empty if no single one does."""
     text: str
 
 
@@ -507,7 +507,7 @@ def diagnose(probe: Probe, comparison: Comparison, trace: Trace, reference: Refe
 
 
 def _uneven_loss(factors: Mapping[int, float]) -> str | None:
-    """Text that names the rank which scales its loss otherwise than the first one; None where all do alike."""
+    """Text that names the rank which scales its loss otherwise than the first one; None if all do alike."""
     first = next(iter(factors), 0)
     for rank, factor in factors.items():
         if not math.isclose(factor, factors[first], rel_tol=1e-3):

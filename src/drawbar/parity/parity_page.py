@@ -81,13 +81,13 @@ def bar_share(worst: Mapping[str, Any]) -> str:
 
 
 def exceeds(worst: Mapping[str, Any]) -> bool:
-    """Whether a difference is larger than its bound; one that is no number is."""
+    """Whether a difference is larger than its bound; one that is not a number counts as larger."""
     value = metric_value(worst["value"])
     return value is None or not value <= float(worst["limit"])
 
 
 def shown(value: float | str) -> str:
-    """A difference as text: ``1.2e-07``; ``0`` where both are equal to the last bit; ``∞`` where one is no number."""
+    """A difference as text: ``1.2e-07``; ``0`` where both are equal to the last bit; ``∞`` if one is not a number."""
     number = metric_value(value)
     if number is None or not math.isfinite(number):
         return "∞"

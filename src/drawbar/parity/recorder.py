@@ -41,7 +41,7 @@ def train(
 
     Args:
         config: the workload's, with a case applied to it, or that of the reference.
-        start: where to go on from.
+        start: where to continue from.
         until: the last step; by default the workload's.
 
     Raises:
@@ -115,7 +115,7 @@ def check_finite(trace: Trace) -> None:
     """Refuse a reference that nothing can be compared with.
 
     Raises:
-        UserError: its loss, or its gradient, is no number.
+        UserError: its loss, or its gradient, is not a number.
     """
     for what, values in (("loss", trace.losses), ("gradient norm", trace.grad_norms)):
         for step, value in values.items():

@@ -128,7 +128,7 @@ class ParityReport:
         )
 
     def print(self) -> None:
-        """The table, and what is to say of the cases that are not equal."""
+        """The table, and remarks on the cases that are not equal."""
         shrunk = f", at most {self.layers} layers" if self.layers else ""
         which = "" if self.precision == "fp32" else " (compared: the first and the last)"
         title = (

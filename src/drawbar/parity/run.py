@@ -61,7 +61,7 @@ def make_reference(
     """The reference: all steps for fp32; only the first step for a lower precision (see ``with_last_step``).
 
     Raises:
-        UserError: the training cannot be made, or its loss is no number.
+        UserError: the training cannot be made, or its loss is not a number.
     """
     if precision != "fp32":
         reference = reference_of_step(workload, device, precision, None, console)
@@ -134,7 +134,7 @@ REFUSAL_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class ParityRequest:
-    """What is to be compared."""
+    """What to compare."""
 
     cases: Sequence[Case]
     precision: str = "fp32"
@@ -224,7 +224,7 @@ def run_process(
 
 
 def refused_cases(request: ParityRequest, config: RunConfig, ranks: int) -> list[Result]:
-    """The cases that cannot run with these settings on so many processes: what is known before any is started."""
+    """The cases that cannot run with these settings on this many processes, as far as is known before any starts."""
     refused = []
     for case in request.cases:
         try:
@@ -250,7 +250,7 @@ def _try_case(
     request: ParityRequest,
     folder: ResultsDir,
 ) -> Result | None:
-    """One case, in a world of its own."""
+    """One case, in its own world."""
     config = case.apply_to(workload.config, request.precision)
     alone = case.alone or rank_info.world_size == 1
     try:
@@ -266,7 +266,7 @@ def _try_case(
             return run_case(workload, case, world, expected, request)
         except UserError as error:
             folder.save_crash(str(error))
-            # unless all ranks refuse, the process ends: those that go on would wait for it in vain
+            # unless all ranks refuse, the process ends: those that continue would wait for it in vain
             if error.exit_code is not ExitCode.WRONG_REQUEST or not _all_refuse(world):
                 raise
             folder.drop_crash()

@@ -1,8 +1,8 @@
 """The workload of a comparison: a user's configuration, changed so that all strategies must compute the same.
 
 The steps are the first ones of the configuration: its task, data, batches, optimizer and schedule. Two things change.
-Dropout is switched off, since ranks draw other random numbers than one process does. And the model is made smaller
-where that is asked for. (Two side checks change more: ``noise`` adds rounding, ``keeps_dropout`` keeps it on.)
+Dropout is switched off, since ranks draw other random numbers than one process does. And the model is made smaller on
+request. (Two side checks change more: ``noise`` adds rounding, ``keeps_dropout`` keeps it on.)
 """
 
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ class Workload:
     """The task's options that name columns, as the data have them."""
 
     def with_tokenizer_and_metadata(self) -> "Workload":
-        """With the tokenizer and the dataset's metadata, made in this process alone."""
+        """With the tokenizer and the dataset's metadata, made only in this process."""
         alone = Distributed(RankInfo(), _HOST, self.config.launch.timeout)
         task = build_task(self.task_type, self.config, alone, self.config.run_dir, initial_model=self.initial_model)
         found = task.run_config.task

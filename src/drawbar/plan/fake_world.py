@@ -37,14 +37,14 @@ _ON_REAL_TENSORS: tuple[tuple[Any, str], ...] = (
     (local_model, "apply_dtypes"),
     (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
 )
-"""Functions that run outside of the fake tensor mode, as they would fail or count wrongly in it: meshes read their
+"""Functions that run outside the fake tensor mode, as they would fail or count wrongly in it: meshes read their
 ranks from tensors, stages are deep copies, peft moves modules to devices, parameters on the meta device change their
 dtype in place, and DTensor finds shapes by fake tensors of its own, as large as the full tensor, which no rank
 holds."""
 
 
 class FakeWorld(Distributed):
-    """``Distributed`` for one rank alone; a context manager, inside of which process groups are fake.
+    """``Distributed`` for a single rank; a context manager, inside which process groups are fake.
 
     Args:
         rank: which of the ranks this process stands for.
@@ -140,7 +140,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 
 def _on_real_tensors(method: Callable[..., T]) -> Callable[..., T]:
-    """The function, wrapped to run outside of all dispatch modes, and so on real tensors."""
+    """The function, wrapped to run outside all dispatch modes, and so on real tensors."""
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> T:

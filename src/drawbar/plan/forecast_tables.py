@@ -132,7 +132,7 @@ def _time(hours: float) -> str:
 
 
 def write_json(path: Path, forecast: RunForecast, compared: Compared, suggestions: Sequence[Suggestion] | None) -> None:
-    """Write the forecast with the strategies beside it and the suggestions. Raises UserError where the disk refuses."""
+    """Write the forecast with the strategies beside it and the suggestions. Raises UserError if the disk refuses."""
     others = {name: {"error": one.what} if isinstance(one, UserError) else one.as_dict() for name, one in compared}
     changes = [{"overrides": one.text, "peak": one.forecast.largest.peak.bytes} for one in suggestions or ()]
     text = json.dumps(

@@ -52,7 +52,7 @@ def make_machine(
     Raises:
         UserError: the name of the GPU is not known.
     """
-    cluster: Any = getattr(config, "cluster", None)  # of another guest, which may have been left out
+    cluster: Any = getattr(config, "cluster", None)  # of another guest, which need not be installed
     nodes = nodes or (cluster.nodes if cluster is not None else 1)
     asked = gpus or (cluster.gpu_count if cluster is not None else None)
     asks_for_gpus = config.device != "cpu" and (config.device == "cuda" or asked or memory or gpu)

@@ -48,7 +48,7 @@ _DECODER_FIELDS = ("labels", "decoder_input_ids")
 
 def longest_sample(task: Task, config: RunConfig, world: Distributed, records: Any) -> Sample:
     """The first sample of the training data, stretched to the longest that the settings allow. Samples without
-    ``input_ids`` have no length that settings limit: of these, one is put together of the largest arrays (by number of
+    ``input_ids`` have no length that settings limit: of these, one is assembled from the largest arrays (by number of
     elements) that each field has in the first records.
 
     Raises:
@@ -168,7 +168,7 @@ def forecast_rank(
         devices_are_cpus: whether the ranks' devices are CPUs.
 
     Raises:
-        UserError: the strategy cannot run this model on so many ranks.
+        UserError: the strategy cannot run this model on this many ranks.
     """
     with FakeWorld(rank, dims, ranks_per_node) as world:
         task = build_task(config)

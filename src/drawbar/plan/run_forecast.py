@@ -78,14 +78,14 @@ def in_own_process(function: Callable[[], T], what: str, timeout: float) -> T:
 
 
 class _Crash:
-    """Stands for an exception in the fork that is no UserError, and may not pickle."""
+    """Replaces an exception in the fork that is not a UserError, and may not pickle."""
 
     def __init__(self, summary: str) -> None:
         self.summary = summary
 
 
 def _run(function: Callable[[], Any], sender: Connection) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings of torch's about ranks and devices that are not there
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's warnings about missing ranks and devices
     try:
         answer = function()
     except UserError as error:
@@ -110,7 +110,7 @@ COPY_SPEED = 10e9
 """Bytes a second from a device to pinned memory of its host, as assumed: training waits for a checkpoint's copy."""
 TIMEOUT_SECONDS = 600.0
 _BUCKETS_BYTES = 2 * 4 * 500_000_000
-"""Two of DeepSpeed's buckets of gradients in fp32, at its default size. They are no larger than all gradients."""
+"""Two DeepSpeed buckets of fp32 gradients, at its default size. They are no larger than all gradients."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class RunForecast:
     steps: int | None
     """Optimizer steps of the run; None if they depend on the length of the data, which is not known."""
     tokens: int
-    """Tokens in a step if every sample is as long as the settings allow; 0 where samples have no tokens."""
+    """Tokens in a step if every sample is as long as the settings allow; 0 if samples have no tokens."""
 
     @property
     def largest(self) -> RankForecast:
@@ -311,7 +311,7 @@ class Forecaster:
         )
 
     def _count_rows(self, alone: Distributed) -> int | None:
-        """Rows of the training data; None where they are not known without encoding them, or do not matter."""
+        """Rows of the training data; None if they are not known without encoding them, or do not matter."""
         config = self._config
         if config.train.steps is not None or config.data.streaming:
             return None
@@ -329,7 +329,7 @@ class Forecaster:
 
 
 def _on_machine(config: RunConfig, machine: Machine) -> RunConfig:
-    """The configuration as the rules are to judge it: with the processes and the device of the planned machines."""
+    """The configuration as the rules should judge it: with the processes and the device of the planned machines."""
     launch = config.launch.model_copy(update={"nproc": machine.ranks})
     return config.model_copy(update={"launch": launch, "device": machine.device})
 
@@ -339,7 +339,7 @@ def _kinds_of_ranks(dims: ParallelDims, config: RunConfig) -> list[int]:
     keeps more micro-batches in the first."""
     if dims.pp > 1:
         return [stage * (dims.size // dims.pp) for stage in range(dims.pp)]
-    # only ZeRO-1 (of drawbar's strategies of several processes) lacks this feature: it deals out whole parameters
+    # only ZeRO-1 (of drawbar's strategies of several processes) lacks this feature: it distributes whole parameters
     uneven = dims.size > 1 and not config.parallel.features.supports_model_parallel
     return [0, dims.size - 1] if uneven else [0]
 

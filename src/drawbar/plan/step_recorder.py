@@ -17,8 +17,8 @@ from drawbar.runtime.torch_internals import FakeTensor, TorchDispatchMode, _reso
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 LOGITS, COMMUNICATION, ACTIVATIONS = "logits", "communication", "activations"
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, LOGITS, COMMUNICATION, ACTIVATIONS)
-"""What memory is for. ``communication``: what FSDP gathers, and other buffers of collectives. ``activations``: all
-that is none of the others, the batch and the model's buffers among it."""
+"""What memory is for. ``communication``: what FSDP gathers, and other buffers of collectives. ``activations``:
+everything else, including the batch and the model's buffers."""
 OFFLOADED = (PARAMETERS, GRADIENTS, OPTIMIZER)
 """Kinds that FSDP keeps in host memory with ``parallel.offload``: a rank's own parts."""
 
@@ -34,7 +34,7 @@ class Peak:
 
 
 class StepRecorder(TorchDispatchMode):
-    """Dispatch mode that follows every storage that is made in its context; it is entered inside of ``fake_tensors``.
+    """Dispatch mode that follows every storage that is made in its context; it is entered inside ``fake_tensors``.
     Where a program asks for the value of a tensor (``bool(tensor)``, ``tensor.item()``), it gives True or 1, as if all
     values were finite and no mask hid anything.
 
@@ -97,14 +97,14 @@ class StepRecorder(TorchDispatchMode):
         return out
 
     def follow(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Set the kind of tensors; those that were made outside of this context count from now on."""
+        """Set the kind of tensors; those that were made outside this context count from now on."""
         for tensor in tensors:
             number = self._follow(local(tensor))
             if number is not None:
                 self._kinds[number] = kind
 
     def begin(self) -> None:
-        """Look for the peak from here on."""
+        """Start measuring the peak."""
         self._begin = len(self._events)
 
     def peak(self, offloaded: Collection[str] = ()) -> Peak:
@@ -148,7 +148,7 @@ class StepRecorder(TorchDispatchMode):
             self._sizes[number] = size
 
     def _copy(self, size: int, kind: str) -> None:
-        """Note a copy that a library makes and frees inside of one operation."""
+        """Note a copy that a library makes and frees inside one operation."""
         number = len(self._sizes)
         self._sizes.append(0)
         self._kinds[number] = kind

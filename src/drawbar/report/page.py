@@ -92,7 +92,7 @@ MARKER = b"<!-- drawbar report -->"
 
 
 def check_plotly(what: str) -> None:
-    """Raises UserError where plotly is not installed, which ``what`` needs."""
+    """Raises UserError if plotly is not installed, which ``what`` needs."""
     if importlib.util.find_spec("plotly") is None:
         raise UserError(
             "a page with figures needs plotly, which is not installed",
@@ -103,13 +103,13 @@ def check_plotly(what: str) -> None:
 
 
 def check_target(target: Path, option: str) -> None:
-    """Refuse, before any work, a target that is a folder, or a file that is no page of drawbar's.
+    """Refuse, before any work, a target that is a folder, or a file that is not a page of drawbar's.
 
     Args:
         option: what names the target, for errors.
 
     Raises:
-        UserError: there is a file that is no page of drawbar's, or a folder.
+        UserError: there is a folder, or a file that is not a page of drawbar's.
     """
     if (reason := unwritable(target)) is not None:
         raise UserError(f"{target} is {reason}", where=option, remedy="name a file, such as report.html")

@@ -31,7 +31,7 @@ _TOKENS = re.compile(r".* ([\d,]+) tokens$")
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint as it lies on the disk."""
+    """A checkpoint as it is on the disk."""
 
     step: int
     size: int
@@ -110,7 +110,7 @@ def _read_checkpoints(run_dir: Path, best: BestScore | None, problems: list[str]
 
 
 def _read_evaluations(run_dir: Path, problems: list[str]) -> list[StoredEvaluation]:
-    """The newest evaluation of each split. Raises OSError where predictions are there, and cannot be read."""
+    """The newest evaluation of each split. Raises OSError if predictions exist, and cannot be read."""
     folder = run_dir / "eval"
     folders = sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
     return [_read_evaluation(entry, problems) for entry in folders]
@@ -180,7 +180,7 @@ def _noting(problems: list[str]) -> Iterator[None]:
 
 
 def _read_object(file: Path, problems: list[str]) -> dict[str, Any]:
-    """The JSON object of a file; empty where there is none that can be read."""
+    """The JSON object of a file; empty if there is none that can be read."""
     with _noting(problems), suppress(FileNotFoundError):
         text = file.read_bytes()
         with suppress(ValueError, RecursionError):
@@ -192,7 +192,7 @@ def _read_object(file: Path, problems: list[str]) -> dict[str, Any]:
 
 @dataclass
 class RecordedRun:
-    """One run, as its files tell it when it is read."""
+    """One run, as its files describe it when they are read."""
 
     folder: Path
     state: str
@@ -203,7 +203,7 @@ class RecordedRun:
     checkpoints: Sequence[StoredCheckpoint] = ()
     evaluations: Sequence[StoredEvaluation] = ()
     plan: StoredPlan | None = None
-    """What it was planned to take; None where it was not planned."""
+    """What it was planned to take; None if it was not planned."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """The resolved configuration: dotted keys, and values as one would type them."""
     problems: list[str] = field(default_factory=list)
@@ -229,7 +229,7 @@ class RecordedRun:
 
     @property
     def padding(self) -> str:
-        """A sentence about the share of padding in the batches, as far as the files tell it."""
+        """A sentence about the share of padding in the batches, as far as the files show it."""
         joined = any(checkpoint.resolved.get("padding_free") is True for checkpoint in self.checkpoints)
         if joined and self.settings.get("data.batching") != "packed":  # packed rows are still padded to one length
             return "None: the samples of a micro-batch lie end to end in one row (data.padding_free)."

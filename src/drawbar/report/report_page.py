@@ -127,7 +127,7 @@ def render_report(runs: Sequence[RecordedRun]) -> bytes:
 
 
 def _name(runs: Sequence[RecordedRun]) -> dict[str, RecordedRun]:
-    """The runs by name; those that share a name, by as much of their paths as tells them apart."""
+    """The runs by name; those that share a name, by as much of their paths as distinguishes them."""
     names = [run.folder.name for run in runs]
     shared = Path(os.path.commonpath([run.folder for run in runs])) if len(runs) > 1 else Path("/")
     found = {}

@@ -63,7 +63,7 @@ class RunEvent:
 
 @dataclass
 class RunHistory:
-    """What the log and the records of the launchers tell of a run."""
+    """What the log and the records of the launchers say about a run."""
 
     events: list[RunEvent] = field(default_factory=list)
     """Oldest first."""
@@ -86,7 +86,7 @@ class RunHistory:
 
 
 def read_history(run_dir: Path) -> RunHistory:
-    """Read a run's history. Raises OSError where the log is there, and cannot be read."""
+    """Read a run's history. Raises OSError if the log exists, and cannot be read."""
     found = RunHistory()
     kept: deque[RunEvent] = deque(maxlen=MOST_EVENTS)
     total = 0
@@ -133,7 +133,7 @@ def _log_records(file: Path) -> Iterator[tuple[float, str, str]]:
 
 
 def _seconds(stamp: str) -> float:
-    """Seconds since 1970 of a time of the log, taken as this machine's local time. A stamp of no real day gives 0."""
+    """Seconds since 1970 of a time of the log, taken as this machine's local time. An impossible date gives 0."""
     try:
         return time.mktime(time.strptime(stamp, "%Y-%m-%d %H:%M:%S"))
     except (ValueError, OverflowError):
@@ -253,7 +253,7 @@ class Curve:
         self._buckets = merged
 
     def points(self) -> list[tuple[int, float | None]]:
-        """Steps, ascending, with their values; None stands for a value that is not a finite number."""
+        """Steps, ascending, with their values; None for a value that is not a finite number."""
         return [point for key in sorted(self._buckets) for point in self._buckets[key].points()]
 
 
@@ -293,7 +293,7 @@ def read_metrics(run_dir: Path, history: RunHistory, max_buckets: int) -> RunMet
         max_buckets: the largest number of buckets of each curve.
 
     Raises:
-        OSError: it is there, and cannot be read.
+        OSError: it exists, and cannot be read.
     """
     found, resumes = RunMetrics(), sorted(history.resumed)
     try:
@@ -373,7 +373,7 @@ def _add_time(
 def _seconds_stopped(last: float, now: float, history: RunHistory) -> float:
     """Seconds from the stop to the start, between two lines of which the second is that of a resumed process.
 
-    Without a start in the log at that time (it is of another time zone, say), all seconds. Between the two
+    Without a start in the log at that time (for example in another time zone), all seconds. Between the two
     lines several processes may have started. A stop begins at the logged end of the process before; if that was killed,
     at the first of the two lines or, where it started after that and wrote no line, at its own start.
     """

@@ -28,7 +28,7 @@ from drawbar.tasks.task_context import TaskContext
 
 
 class CausalLM(PretrainedTask):
-    """Next-token prediction. Labels stand under their own tokens, as in transformers; the loss shifts them by one.
+    """Next-token prediction. Labels are aligned with their own tokens, as in transformers; the loss shifts them by one.
 
     A record is a document, or, for instruction tuning, a prompt with its completion, or a chat; the loss is then that
     of completions and answers alone.
@@ -279,7 +279,7 @@ class CausalLM(PretrainedTask):
 
 
 def _shortest_window(labels: list[int]) -> int | None:
-    """The fewest tokens of a sample that hold a target; None where there is none."""
+    """The fewest tokens of a sample that hold a target; None if there is none."""
     return next((place + 1 for place, label in enumerate(labels) if place and label != IGNORED_LABEL), None)
 
 

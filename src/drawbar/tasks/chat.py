@@ -26,10 +26,10 @@ _MARK = re.compile(f"{_OPEN}(\\d+):(\\d*){_CLOSE}")
 
 
 def mark_turns(template: str) -> str:
-    """The same template, which also writes a mark where a loop comes to a message, and where the loop ends.
+    """The same template, which also writes a mark where a loop reaches a message, and where the loop ends.
 
     Raises:
-        jinja2.TemplateSyntaxError: it is no template.
+        jinja2.TemplateSyntaxError: it is not a template.
     """
     # whitespace control as transformers compiles templates; what it removes is then no part of the text between tags
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
@@ -82,7 +82,7 @@ Span = tuple[int, int]
 QUESTION: Message = {"role": "user", "content": "1 + 1?"}
 ANSWER: Message = {"role": "assistant", "content": "2"}
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
-"""What a key of a message may hold, and say nothing."""
+"""Values of a message's key that mean nothing."""
 _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 
@@ -90,7 +90,7 @@ class ChatFormat:
     """Finds, by a tokenizer's chat template, the tokens of a chat that the assistant writes: those to be learnt.
 
     They are those within ``{% generation %}``, as for transformers' ``return_assistant_tokens_mask``. In a template
-    without this tag, they are each of the assistant's messages, from behind the header that asks for an answer (what
+    without this tag, they are each of the assistant's messages, from after the header that asks for an answer (what
     ``add_generation_prompt`` adds) to the end token.
 
     Raises:
@@ -125,11 +125,11 @@ class ChatFormat:
     def encode(self, chat: Chat, answers: Literal["all", "last"]) -> tuple[list[int], list[int]]:
         """A chat as tokens and labels; the tokens are those of ``apply_chat_template``.
 
-        Where the template writes no end token after the last answer, the tokenizer's is added: nobody could learn to
-        stop otherwise.
+        Where the template writes no end token after the last answer, the tokenizer's is added: otherwise no model could
+        learn to stop.
 
         Raises:
-            UserError: an item is no message, none is the assistant's, or the template refuses them.
+            UserError: an item is not a message, none is the assistant's, or the template refuses them.
         """
         messages = [check_message(message) for message in chat.messages]
         if not any(message["role"] == "assistant" for message in messages):
@@ -168,7 +168,7 @@ class ChatFormat:
         return (span[0], span[1] + 1) if followed and not self._ended(tokens, span) else span
 
     def _template(self, chat: Chat) -> str:
-        """The template that writes this chat: a tokenizer may have one of its own for chats with tools."""
+        """The template that writes this chat: a tokenizer may have a separate one for chats with tools."""
         return self.tokenizer.get_chat_template(tools=chat.options.get(TOOLS))
 
     def _by_generation(self, chat: Chat) -> tuple[list[int], list[Span]]:
@@ -193,7 +193,7 @@ class ChatFormat:
         start += _header_length(tokens[start:stop], header)
         last = next((place for place in reversed(range(start, stop)) if tokens[place] in self.special), None)
         if last is not None and not text[offsets[last, 1] : turn[1]].strip():
-            stop = last + 1  # no model is asked for the white space behind its end token
+            stop = last + 1  # no model is asked for the white space after its end token
         return start, stop
 
     def _turns(self, chat: Chat, text: str) -> dict[int, Span]:
@@ -222,8 +222,8 @@ class ChatFormat:
     def _header(self, options: Mapping[str, Any]) -> list[int]:
         """The tokens that ask for an answer, such as ``<|im_start|>assistant\\n``; none in an annotated template.
 
-        Arguments of the template may change them (``enable_thinking``); tools and documents, which each record has of
-        its own, do not.
+        Arguments of the template may change them (``enable_thinking``); tools and documents, which differ by record, do
+        not.
         """
         own = {name: value for name, value in options.items() if name not in (TOOLS, DOCUMENTS)}
         key = json.dumps(own, sort_keys=True, default=str)
@@ -266,7 +266,7 @@ def _marked(template: str) -> str:
 def _header_length(turn: list[int], header: list[int]) -> int:
     """Tokens of an assistant's turn up to the end of its header."""
     size = len(header)
-    for before in range(len(turn) - size + 1):  # a begin token, say, may come first
+    for before in range(len(turn) - size + 1):  # a begin token may come first
         if turn[before : before + size] == header:
             return before + size
     # the header may contain an empty thinking block, which the template omits in earlier turns
@@ -283,7 +283,7 @@ def chat_prompt(tokenizer: Any, chat: Chat) -> list[int]:
     """The tokens of a chat to be answered, with the header that asks for an answer. A last answer is left out.
 
     Raises:
-        UserError: there is no template, an item is no message, or the template refuses them.
+        UserError: there is no template, an item is not a message, or the template refuses them.
     """
     check_template(tokenizer)
     asked = [check_message(message) for message in chat.messages]
@@ -315,7 +315,7 @@ def parts_written(tokenizer: Any, chat: Chat) -> dict[str, bool]:
 
 
 def check_template(tokenizer: Any) -> None:
-    """Raises UserError where the tokenizer has no chat template."""
+    """Raises UserError if the tokenizer has no chat template."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise UserError(
             "the tokenizer has no chat template",
@@ -357,7 +357,7 @@ def apply_template(tokenizer: Any, chat: Chat, **options: Any) -> Any:
             where="task.chat_template",
             remedy="correct the template",
         ) from error
-    except Exception as error:  # a template is a program of its own, and may raise anything
+    except Exception as error:  # a template is a program, and may raise anything
         raise UserError(
             f"the chat template refuses the messages: {error}",
             remedy="correct the record: a list of {role, content}, in the order that the template wants",

@@ -87,7 +87,7 @@ def _with_class_names(
 
 
 def _labels_of_data(every: Iterable[Any], column: str, classes: list[str] | None) -> list[Any]:
-    """The classes, in their order; without them all labels that there are, sorted.
+    """The classes, in their order; without them, all labels, sorted.
 
     Args:
         every: the labels of all records.
@@ -208,7 +208,7 @@ class SequenceClassification(PretrainedTask):
         return functional.mse_loss(logits_BC.squeeze(-1), batch["labels"].float(), reduction="sum")
 
     def num_targets(self, batch: Batch) -> float:
-        """Samples; for ``multi_label`` samples × labels, each of which is a decision of its own."""
+        """Samples; for ``multi_label`` samples × labels, each of which is a separate decision."""
         return batch["labels"].numel()
 
     def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
@@ -259,7 +259,7 @@ def _as_number(label: Any, column: str) -> float:
 
 
 class TokenClassification(TokenTask):
-    """A label for each word. The first token of a word stands for it; the others are no targets."""
+    """A label for each word. The first token of a word represents it; the others are not targets."""
 
     Config = TokenClassificationConfig
     config: TokenClassificationConfig
@@ -333,14 +333,14 @@ class TokenClassification(TokenTask):
 
     @cached_property
     def _words_need_spaces(self) -> bool:
-        """Whether words in a list need a space before them, by which byte-level tokenizers tell words. Others split
-        texts at spaces, and some byte-level ones write that space by themselves (``prefix_space``)."""
+        """Whether words in a list need a space before them, by which byte-level tokenizers recognize words. Others
+        split texts at spaces, and some byte-level ones write that space by themselves (``prefix_space``)."""
         return "ByteLevel" in repr(self.tokenizer.backend_tokenizer.pre_tokenizer) and not getattr(
             self.tokenizer, "add_prefix_space", False
         )
 
     def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """The labels of a sample's words; of those that were cut off, or have no tokens, none."""
+        """The labels of a sample's words; none for those that were cut off or have no tokens."""
         chosen_BL = self.forward(model, batch).logits.argmax(-1).tolist()
         return [
             [self.labels.names[number] for number, label in zip(row, labels, strict=True) if label != IGNORED_LABEL]

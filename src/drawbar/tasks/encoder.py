@@ -31,10 +31,10 @@ def code_digests(modules: Iterable[str]) -> dict[str, str] | None:
     nobody has called yet; and the other Python files in the folders of these modules, without what they import.
 
     Args:
-        modules: names of loaded modules of the user's; without any there is no project.
+        modules: names of the user's loaded modules; without any there is no project.
 
     Returns:
-        None where one of them has no file, such as a notebook.
+        None if one of them has no file, such as a notebook.
     """
     files: list[Path] = []
     roots: list[Path] = []
@@ -58,7 +58,7 @@ def code_digests(modules: Iterable[str]) -> dict[str, str] | None:
 
 
 def _file_of(module: ModuleType | None) -> Path | None:
-    """The file of a module; None where it has none."""
+    """The file of a module; None if it has none."""
     file = getattr(module, "__dict__", {}).get("__file__")  # getattr of __file__ itself would load a lazy module
     if not isinstance(file, str):
         return None
@@ -96,7 +96,7 @@ def _with_imports(files: Iterable[Path], search: list[Path]) -> set[Path]:
     """The files, and those that they import, and so on."""
     found: set[Path] = set()
     waiting = list(files)
-    names_in = cache(_names_in)  # both for this walk alone: files come and go
+    names_in = cache(_names_in)  # both only for this walk: files come and go
     find = cache(lambda names, folders: _find(names, folders, names_in))
     while waiting:
         path = waiting.pop()
@@ -257,7 +257,7 @@ def _tokenizer_digest(tokenizer: Any) -> str | None:
         return ""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        # state left by the last call, not part of the tokenizer: each call sets truncation and padding anew
+        # state left by the last call, not part of the tokenizer: each call sets truncation and padding again
         lasting = {name: part for name, part in json.loads(backend.to_str()).items() if name not in PER_CALL_STATE}
         return content_key(
             json.dumps(lasting),

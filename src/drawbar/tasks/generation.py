@@ -63,7 +63,7 @@ READS_COLUMNS = ("min_length", "no_repeat_ngram_size")
 
 
 def takes_prompts_together(model: nn.Module, length: int) -> bool:
-    """Whether a batch of prompts has the texts that each has alone.
+    """Whether prompts in a batch get the texts that each gets alone.
 
     Args:
         length: of the longest prompt with its text, in tokens.
@@ -105,7 +105,7 @@ def _continue(model: Any, prompts: Sequence[list[int]], pad: int, section: Gener
 
 
 class _OwnEnds(StoppingCriteria):
-    """Ends each row at a column of its own."""
+    """Ends each row at its own column."""
 
     def __init__(self, ends: list[int]) -> None:
         self._ends = ends
@@ -118,7 +118,7 @@ class _OwnEnds(StoppingCriteria):
 
 @contextmanager
 def _positions_below(model: nn.Module, limit: int) -> Iterator[None]:
-    """While other rows go on, one that has ended at the last position is computed, too, but at no position beyond."""
+    """While other rows continue, one that has ended at the last position is still computed, but never beyond it."""
 
     def clamp(module: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if inputs.get("position_ids") is not None:
@@ -133,7 +133,7 @@ def _positions_below(model: nn.Module, limit: int) -> Iterator[None]:
 
 
 def stop_with(model: nn.Module, tokens: list[int]) -> None:
-    """Let a model's texts end with any of these tokens, too: here, and wherever it is exported to."""
+    """Let a model's texts end with any of these tokens, too: here, and after an export."""
     config = model.generation_config
     known = config.eos_token_id
     ends = set(tokens) | set(known if isinstance(known, list) else [] if known is None else [known])

@@ -18,10 +18,10 @@ _LEAVE_OUT = "or leave bad records out: data.on_bad_record=skip"
 
 
 def check_label(label: Any, column: str) -> Any:
-    """The label of a record, where it can be one.
+    """The label of a record, if it is valid.
 
     Raises:
-        UserError: it is a list, missing, empty, NaN, or anything else that is no name of a class.
+        UserError: it is a list, missing, empty, NaN, or anything else that is not a class name.
     """
     if not isinstance(label, str | int | float):
         raise UserError(
@@ -63,7 +63,7 @@ class Labels:
 
     Args:
         names: the labels.
-        classes: the names of the training data's classes, in the order of their numbers; None where no file says them.
+        classes: the names of the training data's classes, in the order of their numbers; None if no file says them.
         suggests_regression: whether the error of an unknown label may suggest ``task.problem=regression``.
     """
 
@@ -74,7 +74,7 @@ class Labels:
         self._keys_of_names = frozenset(self._outputs)
         keys = [label_key(name) for name in classes or []]
         self._by_name_or_number = bool(keys) and not set(keys) & _numbers(keys)
-        """Whether a record may give a class by its number, too: no name of a class could be taken for a number."""
+        """Whether a record may give a class by its number, too: no class name could be mistaken for a number."""
         for number, key in enumerate(keys if self._by_name_or_number else []):
             output = self._outputs.get(key, self._outputs.get(str(number)))
             if output is not None:
@@ -127,7 +127,7 @@ def _numbers(classes: Collection[str]) -> set[str]:
 
 
 def check_listed(labels: list[Any]) -> list[Any]:
-    """The labels of the setting ``task.labels``, each of which is there once.
+    """The labels of the setting ``task.labels``, each of which occurs once.
 
     Raises:
         UserError: two of them are the same label.
@@ -168,10 +168,10 @@ def _of_one_kind(labels: Collection[Any]) -> Callable[[Any], Any]:
 
 
 def check_found(labels: Collection[Any], column: str) -> None:
-    """See that the values of a column are labels.
+    """Check that the values of a column are labels.
 
     Raises:
-        UserError: there are fewer than two, or so many that the column is hardly one of labels.
+        UserError: there are fewer than two, or too many for a column of labels.
     """
     if not 1 < len(labels) <= MOST_LABELS:
         many = f"{len(labels):,} different values" if labels else "no values"
@@ -184,7 +184,7 @@ def check_found(labels: Collection[Any], column: str) -> None:
 
 
 def warn_of_rare(counts: dict[Any, int], column: str) -> None:
-    """Warn where nearly every record has a class of its own, as with ids or measured numbers: nothing can be learned.
+    """Warn if nearly every record has its own class, as with ids or measured numbers: nothing can be learned.
 
     Args:
         counts: how often each label occurs.
@@ -218,7 +218,7 @@ def _first(shown: list[str]) -> str:
 
 
 def _visible(label: Any) -> str:
-    """In quotes where spaces stand around it, and with escapes for what does not print."""
+    """In quotes if it begins or ends with spaces, and with escapes for what does not print."""
     text = str(label)
     return text if text == text.strip() and text.isprintable() else repr(text)
 
@@ -246,7 +246,7 @@ def warn_of_alike(labels: Iterable[Any], column: str) -> None:
 
 
 def trained_labels(config: Any) -> list[str] | None:
-    """The labels that a model was trained for, in the order of its outputs; None where its config (of transformers)
+    """The labels that a model was trained for, in the order of its outputs; None if its config (of transformers)
     has no names for them but LABEL_0, LABEL_1, …"""
     of_output = getattr(config, "id2label", None) or {}
     of_name = getattr(config, "label2id", None) or {}
@@ -257,7 +257,7 @@ def trained_labels(config: Any) -> list[str] | None:
 
 
 def in_order_of(trained: list[str], labels: list[Any]) -> list[Any] | None:
-    """The labels in the order of a model that was trained for them, whatever the case of their letters; None where it
+    """The labels in the order of a model that was trained for them, whatever the case of their letters; None if it
     was trained for others."""
     for key in (label_key, lambda label: label_key(label).casefold()):
         of_key = {key(label): label for label in labels}

@@ -55,14 +55,14 @@ def known_columns(options: CausalLMConfig, data: DataSection, before: Mapping[st
     the record has a text, or none of the shapes.
 
     Args:
-        before: the task's options of the run that goes on, which keeps its columns; None for a new one.
+        before: the task's options of the run that resumes, which keeps its columns; None for a new one.
     """
     if not names_no_column(options):
         return {}
     if before is not None:
         return {name: before.get(name) for name in COLUMNS_BY_SHAPE}
     record: Mapping[str, Any] = {}
-    with suppress(UserError, StopIteration):  # whoever encodes the data says what is wrong with them
+    with suppress(UserError, StopIteration):  # encoding reports what is wrong with the data
         record = next(iter(open_records(data, "train")))
     shape = next((one for one in SHAPES if _fits(one, record)), None)
     if shape is None or options.text_column in record:
@@ -98,7 +98,7 @@ class Chat(NamedTuple):
 
     messages: list[Any]
     options: dict[str, Any] = {}
-    """What the template gets besides: tools, documents, arguments of its own."""
+    """What else the template gets: tools, documents, its own arguments."""
     left_out: tuple[str, ...] = ()
     """Columns of the record that hold something else than the template could get."""
 
@@ -115,7 +115,7 @@ _SHAREGPT_ROLES = {
     "function_call": "assistant",
     "tool_call": "assistant",
 }
-"""What ShareGPT and LLaMA-Factory call who speaks (``from``) by the names of chat templates; others are alike."""
+"""The roles of chat templates, by what ShareGPT and LLaMA-Factory call them (``from``); other names are equal."""
 _SHAREGPT_CALLS = ("function_call", "tool_call")
 _OWN_ARGUMENTS = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 """What belongs to the call, and not to the template."""
@@ -219,7 +219,7 @@ def check_message(message: Any) -> Message:
         return message
     kind = other.get("type") if isinstance(other, dict) else None
     raise UserError(
-        f"a message of the {message['role']} has a part that is no text: {kind or str(other)[:60]!r}",
+        f"a message of the {message['role']} has a part that is not text: {kind or str(other)[:60]!r}",
         remedy='give the content as one text, or in parts such as {"type": "text", "text": …}; images are not read',
     )
 

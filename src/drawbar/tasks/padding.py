@@ -21,7 +21,7 @@ from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 
 MODEL = ("build_model", "build_meta_model")
-"""Methods by which a user brings a model of their own: it is not known to take rows of several samples."""
+"""Methods by which a user provides their own model: it is not known to take rows of several samples."""
 ROWS = ("encode", "augment", "collate", "forward", "loss", "num_targets")
 """Methods that may expect a row for each sample, where a user wrote them. With ``data.batching=packed`` they get rows
 of several samples in any case, and are not looked at."""

@@ -96,7 +96,7 @@ class PretrainedTask(Task):
         return tokenizer
 
     def wrapping_for(self, tokenizer: Any) -> Wrapping | None:
-        """What the tokenizer is to put around a text; None for what it does by itself."""
+        """What the tokenizer should put around a text; None for what it does by itself."""
         if self.config.add_special_tokens != "auto":
             return self.config.add_special_tokens
         return self.wrapping if isinstance(self.config.tokenizer, TokenizerTraining) else None
@@ -188,7 +188,7 @@ class PretrainedTask(Task):
         return model
 
     def _check_router(self, model: nn.Module) -> None:
-        """A mixture of experts may return an auxiliary loss of its router, which no loss of drawbar's own adds."""
+        """A mixture of experts may return an auxiliary loss of its router, which none of drawbar's own losses adds."""
         if is_user_defined(self, "loss") or not getattr(model.config, "output_router_logits", False):
             return
         what = "the auxiliary loss of the model's router (output_router_logits) is not part of the loss here"
@@ -248,7 +248,7 @@ class PretrainedTask(Task):
 
     @property
     def learns_to_stop(self) -> bool:
-        """False where the model learns to write answers that have no end token: it would not stop."""
+        """False if the model learns to write answers that have no end token: it would not stop."""
         return True
 
     @cached_property

@@ -29,7 +29,7 @@ from drawbar.tasks.task_context import TaskContext
 
 
 class WatchedRecord(dict[str, Any]):
-    """A copy of a record. Whoever takes all of its columns at once has looked at all of them."""
+    """A copy of a record. Taking all of its columns at once counts as looking at each."""
 
     def __init__(self, record: dict[str, Any]) -> None:
         super().__init__(record)
@@ -78,7 +78,7 @@ class Task:
     """This task's own options; each field is a key under ``task:`` and a command-line override."""
 
     label_placement: LabelPlacement | None = None
-    """Where the ``labels`` of a sample sit: ``next_token``, ``token``, ``sample`` or ``decoder``, see
+    """Where the ``labels`` of a sample are placed: ``next_token``, ``token``, ``sample`` or ``decoder``, see
     :data:`drawbar.data.packing.LabelPlacement` (``next_token``: one under each token, and the loss shifts them). A task
     that says so can be packed (``data.batching: packed``): its batches then have ``segment_ids``, which go to the
     model."""
@@ -135,10 +135,10 @@ class Task:
         return None
 
     def find_dataset_metadata(self) -> dict[str, Any]:
-        """What must be known of the training data before it is encoded (its labels, say), as plain values.
+        """What must be known about the training data before it is encoded (such as its labels), as plain values.
 
         Called once, on rank 0 of a new run; kept in the run's ``task.json``, and found in ``self.dataset_metadata``
-        ever after.
+        from then on.
         """
         return {}
 
@@ -156,7 +156,7 @@ class Task:
 
     def stored_weights(self, meta_model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         """The initial weights of all parameters of ``meta_model`` by name, where they can be read from files one by
-        one; None where ``build_model`` must make them."""
+        one; None if ``build_model`` must make them."""
         return None
 
     @property
@@ -188,9 +188,9 @@ class Task:
         return {column: whole or column in watched.read for column in record}
 
     def encoding_files(self) -> Iterable[str | Path]:
-        """The files that ``encode`` reads besides the data and its own code, a word list, say.
+        """The files that ``encode`` reads besides the data and its own code, such as a word list.
 
-        Their content is part of the cache key: if it changes, records are encoded anew.
+        Their content is part of the cache key: if it changes, records are encoded again.
         """
         return []
 
@@ -242,7 +242,7 @@ class Task:
 
     @property
     def gives_probabilities(self) -> bool:
-        """Whether this task says how likely its predictions are."""
+        """Whether this task computes the probabilities of its predictions."""
         return type(self).probabilities is not Task.probabilities
 
     def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
@@ -271,7 +271,7 @@ def records_of(task: Task, split: str) -> Iterable[dict[str, Any]]:
     """What ``task.records(split)`` returns.
 
     Raises:
-        UserError: it returns nothing that can be iterated over; and what ``task.records`` raises.
+        UserError: it returns something that cannot be iterated over; and what ``task.records`` raises.
     """
     records = task.records(split)
     if not isinstance(records, Iterable):
@@ -281,7 +281,7 @@ def records_of(task: Task, split: str) -> Iterable[dict[str, Any]]:
 
 
 def map_each(records: Iterable[dict[str, Any]], function: Callable[[dict[str, Any]], T], skip_bad: bool) -> Iterator[T]:
-    """Yield ``function(record)`` for each record, for what must be found out before records are encoded.
+    """Yield ``function(record)`` for each record, for what must be known before records are encoded.
 
     Args:
         skip_bad: leave out records that ``function`` refuses, as ``data.on_bad_record=skip`` asks for.
@@ -307,7 +307,8 @@ def require(record: dict[str, Any], column: str, setting: str, kind: type = str)
         kind: what the value must be an instance of.
 
     Raises:
-        UserError: the record has no such column, or it holds something else. Who calls ``encode`` adds file and line.
+        UserError: the record has no such column, or it holds something else. The caller of ``encode`` adds file and
+        line.
     """
     try:
         value = value_at(record, column)

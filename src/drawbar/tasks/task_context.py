@@ -20,18 +20,18 @@ class TaskContext:
 
     run_config: RunConfig
     tokenizer: Any = None
-    """The run's tokenizer; None where the task is to build it."""
+    """The run's tokenizer; None if the task should build it."""
     dataset_metadata: dict[str, Any] | None = None
-    """What the run knows of its training data; None where the task is to find it."""
+    """What the run knows of its training data; None if the task should find it."""
     has_checkpoint: bool = False
-    """Whether the weights of a checkpoint take the place of those that ``build_model`` returns."""
+    """Whether the weights of a checkpoint replace those that ``build_model`` returns."""
     trains: bool = True
-    """False where a trained model is only used: its frozen weights, which training keeps in the run's precision, then
+    """False if a trained model is only used: its frozen weights, which training keeps in the run's precision, then
     stay in fp32, and no layer computes in fp8."""
     weightless: bool = False
     """Whether the values of the weights do not matter: engines then leave those of a new model unset."""
     has_labels: bool = True
-    """False where records have no targets to learn from or to compare with: ``encode`` then does without them."""
+    """False if records have no targets to learn from or to compare with: ``encode`` then does without them."""
     initial_model: Path | None = None
     """The folder with a copy of the model that ``task.model`` names, where that is the checkpoint of another run."""
     model_fields: Mapping[str, Any] = field(default_factory=dict)
@@ -41,6 +41,6 @@ class TaskContext:
 
     @property
     def begins_training(self) -> bool:
-        """Whether a run begins with this task: it trains, and has no checkpoint to go on from. What would make such a
+        """Whether a run begins with this task: it trains, and has no checkpoint to resume from. What would make such a
         run useless is then refused; a run that exists is left as it is."""
         return self.trains and not self.has_checkpoint

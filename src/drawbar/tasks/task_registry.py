@@ -9,13 +9,13 @@ def task_class(name: str) -> type[Task]:
     """The task of a name, or of ``package.module:Class``.
 
     Raises:
-        UserError: there is no such class, or it is no Task.
+        UserError: there is no such class, or it is not a Task.
     """
     return find_class(TASKS, Task, name, "task.type")
 
 
 def is_named(task: Task) -> bool:
-    """Whether ``task.type`` names this task's class: a script may train a class of its own under another's name."""
+    """Whether ``task.type`` names this task's class: a script may train its own class under another's name."""
     name = task.config.type
     if name in TASKS:
         return task_class(name) is type(task)

@@ -26,7 +26,7 @@ def make_task(task_type: type[Task], context: TaskContext) -> Task:
     """Build a task of this class.
 
     Raises:
-        UserError: its ``__init__`` fails, cannot be called with a context alone, or does not call that of ``Task``.
+        UserError: its ``__init__`` fails, cannot be called with just a context, or does not call that of ``Task``.
     """
     name, where = f"{task_type.__name__}.__init__", place(task_type.__init__)
     remedy = "define it as __init__(self, context), and begin it with super().__init__(context)"
@@ -57,7 +57,7 @@ def check_signatures(task_type: type[Task]) -> None:
         method, wanted = getattr(task_type, name), inspect.signature(getattr(Task, name))
         arguments = list(wanted.parameters)
         if not inspect.isfunction(inspect.getattr_static(task_type, name)):
-            arguments = arguments[1:]  # a static method, say, gets no self
+            arguments = arguments[1:]  # a static method gets no self
         try:
             inspect.signature(method).bind(*arguments)  # a value for each argument, by position, as drawbar calls it
         except TypeError as error:
@@ -110,7 +110,7 @@ def name_failing_method(task: Task) -> Iterator[None]:
     and line."""
     try:
         yield
-    except (UserError, torch.OutOfMemoryError):  # too little memory is no fault of the method's
+    except (UserError, torch.OutOfMemoryError):  # too little memory is not the method's fault
         raise
     except (Exception, SystemExit) as error:
         frames = list(traceback.walk_tb(error.__traceback__))

@@ -521,7 +521,7 @@ def test_a_part_that_is_no_text_is_a_bad_record() -> None:
     def encode(record: dict[str, Any]) -> dict[str, list[int]]:
         return {"input_ids": chat_format.encode(Chat(record["messages"]), "all")[0]}
 
-    with pytest.raises(UserError, match=r"a part that is no text: 'image'[\s\S]*chats.jsonl:2[\s\S]*fix:") as error:
+    with pytest.raises(UserError, match=r"a part that is not text: 'image'[\s\S]*chats.jsonl:2[\s\S]*fix:") as error:
         encode_records(records, encode, describe=lambda number: f"chats.jsonl:{number + 1}")
     assert len(error.value.what.splitlines()) == 1
 

@@ -27,7 +27,7 @@ RUN|JOB is a run's folder, the name of a run or sweep that was submitted, or the
     "--grace", type=click.IntRange(min=0), default=120, show_default=True, help="Seconds to save in before it is ended."
 )
 def cancel(what: str, grace: int) -> None:
-    """End a job for good: it saves first, and does not go back into the queue. `drawbar resume` goes on with it."""
+    """End a job for good: it saves first, and does not go back into the queue. `drawbar resume` continues it."""
     from drawbar.errors import UserError
     from drawbar.jobs.launchers import ask_status, launcher_of
     from drawbar.jobs.records import find
@@ -47,7 +47,7 @@ def cancel(what: str, grace: int) -> None:
 
 
 def describe_cancelled(status: "JobStatus") -> str:
-    """How a job ended that was told to stop, and whether its run can go on."""
+    """How a cancelled job ended, and whether its run can continue."""
     from pathlib import Path
 
     from drawbar.errors import ExitCode
@@ -58,5 +58,5 @@ def describe_cancelled(status: "JobStatus") -> str:
     if status.code == ExitCode.DONE:
         return f"{job}: completed before it was told to stop"
     step = newest_step(Path(record.run_dir))
-    from_there = f"`drawbar resume {record.number}` goes on from step {step}" if step >= 0 else "nothing was saved"
+    from_there = f"`drawbar resume {record.number}` resumes from step {step}" if step >= 0 else "nothing was saved"
     return f"{job}: {'stopped' if status.code == ExitCode.REQUEUE else status.state.lower()}; {from_there}"

@@ -36,9 +36,9 @@ Exit codes: 0 no problem, 1 a problem, 2 the request is wrong.
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def doctor(task: "type[Task] | None", arguments: tuple[str, ...], as_json: bool) -> int:
-    """Say what this machine is, what a run would use on it, what is wrong, and what puts it right.
+    """Describe this machine, what a run would use on it, and what is wrong, with remedies.
 
-    Multiplies two matrices on the device; writes nothing that stays. Takes a few seconds.
+    Multiplies two matrices on the device; leaves no files behind. Takes a few seconds.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") != "0":
         return 0  # the first process of each machine examines it for all

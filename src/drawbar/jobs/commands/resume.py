@@ -33,7 +33,7 @@ Of a sweep, the runs that are not complete are submitted as a new one.
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and submit nothing.")
 @click.pass_obj
 def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_run: bool) -> int:
-    """Submit a job again, as it was: its run goes on from the newest checkpoint."""
+    """Submit a job again, as it was: its run resumes from the newest checkpoint."""
     from drawbar.cli.arguments import user_program
     from drawbar.errors import UserError
     from drawbar.jobs.code_snapshot import code_version
@@ -102,7 +102,7 @@ def resumable_jobs(what: str, statuses: "list[JobStatus]", settings: tuple[str, 
     left = [status for status in statuses if longer or status.code != ExitCode.DONE]
     if not left:
         raise UserError(
-            f"there is nothing to go on with: {what} is complete",
+            f"there is nothing to resume: {what} is complete",
             where=statuses[0].record.run_dir,
             remedy=f"for more steps: `drawbar resume {what} train.steps=N`",
         )

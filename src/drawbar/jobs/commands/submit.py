@@ -32,7 +32,7 @@ Examples:
 \b
 What the cluster needs to know is in the section cluster of CONFIG, or in a profile that all your runs share:
 ~/.config/drawbar/clusters/NAME.yaml holds the keys of that section, such as partition, account and gpus_per_node.
-The same command again goes on where the run stopped; so does `drawbar resume`. `drawbar jobs` lists your jobs.
+The same command again resumes where the run stopped; so does `drawbar resume`. `drawbar jobs` lists your jobs.
 Inside an allocation (salloc) the run starts in it at once, and this command ends with it.
 A sweep is one job, in which each combination of values is a run of its own name.
 """,
@@ -47,7 +47,7 @@ A sweep is one job, in which each combination of values is a run of its own name
 @click.option(
     "--sweep", multiple=True, metavar="KEY=VALUE,VALUE", help="A run for each value; several give all combinations."
 )
-@click.option("--at-once", type=click.IntRange(min=1), help="Of a sweep: so many runs at the same time, at most.")
+@click.option("--at-once", type=click.IntRange(min=1), help="For a sweep: run at most this many runs at the same time.")
 @click.option("--snapshot", is_flag=True, help="Run with a copy of your code as it is now, as far as git knows it.")
 @click.option("--force", is_flag=True, help="Submit a run that does not fit into cluster.gpu_memory, too.")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and submit nothing.")
@@ -70,7 +70,7 @@ def submit(
     """Run `drawbar train` on the nodes of a cluster.
 
     Settings are checked here, before the job waits in a queue, and the job has them as they are now, whatever becomes
-    of CONFIG. An interrupted job saves, goes back into the queue, and goes on from where it was. Over ssh, this command
+    of CONFIG. An interrupted job saves, returns to the queue, and resumes where it was. Over ssh, this command
     stays until the run is over, and ends with its exit code.
     """
     from drawbar.cli.arguments import user_program
@@ -106,7 +106,7 @@ def submit(
 
 
 def host_settings(hosts: str | None, hostfile: str | None) -> tuple[str, ...]:
-    """``cluster.hosts`` as the command line or a file has it. Raises UserError where it cannot be read."""
+    """``cluster.hosts`` as the command line or a file has it. Raises UserError if it cannot be read."""
     from drawbar.jobs.hosts_file import parse_hosts, read_hostfile
 
     if hosts is None and hostfile is None:

@@ -69,7 +69,7 @@ def examine(loaded: LoadedConfig, given: bool) -> dict[str, list[Finding]]:
 
 
 def _number(variable: str) -> int:
-    """What a launcher has set; 0 where it is no such number."""
+    """The number that a launcher has set; 0 if it is not a number."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdigit() else 0
 

@@ -1,4 +1,4 @@
-"""Facts about a machine and its folders, gathered without torch; what is wrong there, and what puts it right: pure
+"""Facts about a machine and its folders, gathered without torch; what is wrong there, and the remedies: pure
 functions from facts to findings.
 
 ``drawbar doctor`` prints all of them; ``drawbar submit`` refuses a job for the problems of its folder and its
@@ -30,7 +30,7 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """Sizes are in bytes, and those of the container where there is one; a limit of None is none."""
+    """Sizes are in bytes, and those of the container where there is one; None means no limit."""
 
     name: str
     system: str
@@ -39,13 +39,13 @@ class Machine:
     memory: int
     memory_available: int
     shared_memory_free: int | None
-    """None where there is no /dev/shm."""
+    """None if there is no /dev/shm."""
     open_files: int | None
     locked_memory: int | None
     address: str
-    """What its host name stands for; empty where nothing knows it."""
+    """The address of its host name; empty if it cannot be resolved."""
     interfaces: Mapping[str, str]
-    """The IPv4 address of each network interface, by its name; empty where it has none."""
+    """The IPv4 address of each network interface, by its name; empty if it has none."""
     has_infiniband: bool
 
 
@@ -94,7 +94,7 @@ class Folder:
     free: int
     """Bytes."""
     error: str
-    """Why it cannot be written; empty where it can."""
+    """Why it cannot be written; empty if it can."""
     has_locks: bool
     """Whether flock works."""
     can_execute: bool
@@ -255,7 +255,7 @@ def of_torch(torch: Mapping[str, Any], gpus: Gpus, device: str) -> Iterator[Find
     device: the setting.
     """
     if "error" in torch:
-        remedy = "python -c 'import torch; print(torch.zeros(1))' must work; else install torch anew"
+        remedy = "python -c 'import torch; print(torch.zeros(1))' must work; else reinstall torch"
         yield problem("torch", f"torch does not work: {torch['error']}", remedy)
         return
     build = f"{torch['torch']}, built for {'CUDA ' + torch['cuda'] if torch['cuda'] else 'the CPU'}"
@@ -277,7 +277,7 @@ def of_torch(torch: Mapping[str, Any], gpus: Gpus, device: str) -> Iterator[Find
 def of_hub(cached: Mapping[str, bool], obstacle: str) -> Iterator[Finding]:
     """Args:
     cached: the names of the Hub that a configuration has, and whether they are in the cache.
-    obstacle: why the Hub cannot be asked for those that are not; empty where it can.
+    obstacle: why the Hub cannot be asked for those that are not; empty if it can.
     """
     for name, is_cached in cached.items():
         if obstacle and not is_cached:

@@ -1,7 +1,7 @@
-"""What only torch knows of this machine, asked in a process of its own:
+"""What only torch knows of this machine, asked in a separate process:
 ``python -m drawbar.jobs.doctor.probe DEVICE PRECISION PROCESSES`` prints one JSON object.
 
-A torch that cannot be imported, and a driver that hangs or crashes, end this process alone.
+A torch that cannot be imported, and a driver that hangs or crashes, end only this process.
 """
 
 import json
@@ -26,7 +26,7 @@ def look_at_torch(wanted: str, precision: str, processes: int) -> dict[str, Any]
         precision: the setting.
         processes: how many the run would start (1 for ``launch.nproc=auto``), if no launcher has done so.
     """
-    with warnings.catch_warnings(record=True) as told:  # of a driver that is too old for this torch, say
+    with warnings.catch_warnings(record=True) as told:  # such as that of a driver that is too old for this torch
         warnings.simplefilter("always")
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     facts: dict[str, Any] = {

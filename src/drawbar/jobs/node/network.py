@@ -1,5 +1,6 @@
-"""How the nodes of a job reach one another: the network interfaces of this machine, asked of the kernel and not of a
-program whose output would have to be read; the endpoint of a rendezvous; and the route to it (``NetworkRoute``)."""
+"""How the nodes of a job reach one another: the network interfaces of this machine, queried from the kernel and not
+from a program whose output would have to be parsed; the endpoint of a rendezvous; and the route to it
+(``NetworkRoute``)."""
 
 import fcntl
 import hashlib
@@ -22,7 +23,7 @@ _SYSFS = Path("/sys/class/net")
 
 
 def interface_address(name: str) -> str | None:
-    """The first IPv4 address of an interface; None where it has none or does not exist."""
+    """The first IPv4 address of an interface; None if it has none or does not exist."""
     request = struct.pack("256s", name.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -49,7 +50,7 @@ def infiniband() -> str | None:
 
 
 def address_towards(host: str) -> str:
-    """The address that this machine sends from to reach ``host``. Raises OSError where there is no way."""
+    """The address that this machine sends from to reach ``host``. Raises OSError if there is no way."""
     address = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_DGRAM)[0][4][0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing: the kernel only looks for a route
@@ -149,7 +150,7 @@ def describe(route: NetworkRoute, rendezvous: Rendezvous, environ: Mapping[str, 
 
 
 def read_text(path: Path) -> str:
-    """The text of a file of the kernel's; empty where it cannot be read."""
+    """The text of a kernel file; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

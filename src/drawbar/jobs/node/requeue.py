@@ -72,7 +72,7 @@ def _requeue_without(job: str, nodes: str) -> None:
 
 
 def _scontrol(*arguments: str) -> None:
-    """Raises CalledProcessError where Slurm refuses."""
+    """Raises CalledProcessError if Slurm refuses."""
     subprocess.run(["scontrol", *arguments], check=True)
 
 

@@ -2,7 +2,7 @@
 
     python -m drawbar.jobs.node.restart RUN_DIRECTORY JOB
 
-Exit code 0: go on. 1: the job was restarted too often without a new checkpoint.
+Exit code 0: continue. 1: the job was restarted too often without a new checkpoint.
 """
 
 import json

@@ -57,7 +57,7 @@ class SubmitterChannel:
         self._unread.append(message)
 
     def messages(self, seconds: float) -> list[dict[str, Any]]:
-        """New messages; waits at most so many seconds for one."""
+        """New messages; waits at most this many seconds for one."""
         if not self.closed and select.select([0], [], [], seconds)[0]:
             text = os.read(0, 2**16)
             self._last_message, self.closed = time.monotonic(), not text
@@ -139,7 +139,7 @@ def _read_job(values: Mapping[str, Any]) -> HostJob:
 
 
 def _change_directory(job: HostJob) -> None:
-    """Go to the working directory (``cluster.workdir``), which a host with a disk of its own may not have yet."""
+    """Go to the working directory (``cluster.workdir``), which a host with its own disk may lack."""
     try:
         Path(job.workdir).mkdir(parents=True, exist_ok=True)
         os.chdir(job.workdir)
@@ -156,7 +156,7 @@ def _change_directory(job: HostJob) -> None:
 
 
 def _find_endpoint(job: HostJob, channel: SubmitterChannel) -> str:
-    """The endpoint of the rendezvous: the first node chooses it, and the submitting process tells all."""
+    """The endpoint of the rendezvous: the first node chooses it, and the submitting process sends it to all."""
     if job.nodes > 1 and job.node == 0:
         peers = channel.wait_for("peers", job.patience)
         try:
@@ -239,7 +239,7 @@ def _watch(child: "subprocess.Popen[bytes]", channel: SubmitterChannel, patience
 
 
 def _stop(child: "subprocess.Popen[bytes]", grace: float) -> int:
-    """Ask the command to end, and kill it after so many seconds; the caller kills what the command has started."""
+    """Ask the command to end, and kill it after this many seconds; the caller kills what the command has started."""
     if grace:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

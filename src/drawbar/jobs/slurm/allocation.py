@@ -11,7 +11,7 @@ from drawbar.jobs.settings import ClusterSection
 from drawbar.jobs.slurm.queries import count_gpus, slurm_output
 
 OWN_JOB = "DRAWBAR_JOB"
-"""Environment variable: set in the jobs that drawbar submits; a submit inside of one makes a new job."""
+"""Environment variable: set in the jobs that drawbar submits; a submit inside one makes a new job."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Allocation:
 
 
 def _gpus_of_job(job: str) -> dict[str, int]:
-    """How many GPUs a job has on each node that has any; empty where Slurm does not tell."""
+    """How many GPUs a job has on each node that has any; empty if Slurm does not say."""
     text = slurm_output("scontrol", "show", "job", "--details", "--oneliner", job) or ""
     found = re.findall(r"\bNodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=(\S*)", text)
     return {nodes: count for nodes, resources in found if (count := count_gpus(resources))}

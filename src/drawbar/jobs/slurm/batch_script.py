@@ -156,7 +156,7 @@ def render(job: Job) -> str:
 
 
 def _requeue_after_bad_nodes(job: Job) -> str:
-    """The script's lines for a job that failed with bad nodes (see ``jobs.node.requeue``); empty where the job does not
+    """The script's lines for a job that failed with bad nodes (see ``jobs.node.requeue``); empty if the job does not
     go back into the queue, and in a container, where Slurm's commands are missing."""
     cluster = job.cluster
     if job.nodes == 1 or not cluster.requeue or job.allocation is not None or job.container is not None:
@@ -184,7 +184,7 @@ def _run_lines(job: Job) -> list[str]:
 
 def _code_lines(job: Job) -> list[str]:
     """Which code it was submitted with, and where the copy of it is."""
-    # a job that submits another one must not hand on its copy
+    # a job that submits another one must not pass on its copy
     copy = f"unset {SNAPSHOT}" if job.snapshot is None else f"export {SNAPSHOT}={shlex.quote(str(job.snapshot))}"
     if job.version is None:
         return [copy]

@@ -20,10 +20,10 @@ _OVERRULING = {"qos", "reservation"}
 
 
 def check_slurm(job: Job) -> list[str]:
-    """See whether Slurm could ever run the job: it may accept one that it cannot run, and leave it queued for ever.
+    """Check whether Slurm could ever run the job: it may accept one that it cannot run, and leave it queued for ever.
 
     Returns:
-        What is good to know. Nothing where there is no Slurm, or it does not answer: submitting will tell.
+        Notes for the user; none where there is no Slurm, or it does not answer: submitting will tell.
 
     Raises:
         UserError: no partition that was asked for can run it.
@@ -46,7 +46,7 @@ def check_slurm(job: Job) -> list[str]:
 
 
 def _wanted(partitions: Sequence[Partition], names: str | None) -> list[Partition]:
-    """Those that the job may run in; none where nothing is known of any."""
+    """Those that the job may run in; none if nothing is known about them."""
     if names is None or not partitions:
         return [partition for partition in partitions if partition.is_default]
     known = {partition.name: partition for partition in partitions}
@@ -79,7 +79,7 @@ def find_obstacles(
         yield problem(
             "cluster.time",
             f"{name} allows no job of {write_time(seconds)}",
-            f"set cluster.time={write_time(longest)}, its longest: the job goes on after it (cluster.requeue)",
+            f"set cluster.time={write_time(longest)}, its longest: the job continues after it (cluster.requeue)",
         )
     if partition.most_nodes is not None and job.nodes > partition.most_nodes:
         most = partition.most_nodes

@@ -1,9 +1,9 @@
 """Slurm's commands: its queue (``squeue``, ``scancel``), its partitions and nodes (``scontrol`` and ``sinfo``, which
 need no accounting), and times as it writes them: ``2-12:00:00``, ``12:00:00``, ``30:00`` (minutes and seconds) or
-``90`` (minutes). Light, as a job's nodes import this, too.
+``90`` (minutes). Light, as a job's nodes also import this.
 
-``squeue`` is asked for columns of fixed width: its JSON differs between versions, and words of other people, such as
-the names of their jobs, cannot shift a column.
+``squeue`` is asked for columns of fixed width: its JSON differs between versions, and other people's text, such as the
+names of their jobs, cannot shift a column.
 """
 
 import os
@@ -28,7 +28,7 @@ COLUMNS = {
 }
 """Fields of ``squeue --Format``, and their widths; what others may have written comes last."""
 _NOT_CONFIGURED = re.compile("Could not establish a configuration source|Unable to process configuration file")
-"""What each of Slurm's commands says last where it finds no ``slurm.conf``, or none that names a cluster."""
+"""The end of what each Slurm command prints if it finds no ``slurm.conf``, or none that names a cluster."""
 ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
@@ -116,7 +116,7 @@ def lost_nodes(nodes: str) -> list[str]:
 
 
 def scancel(numbers: Collection[str], *options: str) -> None:
-    """``scancel``, of none or several. That a job has ended meanwhile is no error.
+    """``scancel``, of none or several. It is not an error if a job has already ended.
 
     Raises:
         UserError: Slurm refuses.
@@ -130,7 +130,7 @@ def scancel(numbers: Collection[str], *options: str) -> None:
 
 
 def run(*command: str, seconds: float = _SECONDS) -> "subprocess.CompletedProcess[str]":
-    """One of Slurm's commands.
+    """Run a Slurm command.
 
     Raises:
         UserError: it is not installed, or does not end.
@@ -223,19 +223,19 @@ class SlurmNode:
 
 
 def read_partitions() -> list[Partition] | None:
-    """All partitions; None where no Slurm answers."""
+    """All partitions; None if no Slurm answers."""
     text = slurm_output("scontrol", "show", "partition", "--oneliner")
     return None if text is None else [_partition(line) for line in text.splitlines() if line.strip()]
 
 
 def read_nodes(partition: str) -> list[SlurmNode] | None:
-    """The nodes of a partition; None where no Slurm answers."""
+    """The nodes of a partition; None if no Slurm answers."""
     text = slurm_output("sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%c|%G|%T")
     return None if text is None else [_node(line) for line in text.splitlines() if line.strip()]
 
 
 def slurm_output(*command: str) -> str | None:
-    """What one of Slurm's commands prints; None where it is not there, fails, or does not answer in time."""
+    """What one of Slurm's commands prints; None if it is not installed, fails, or does not answer in time."""
     try:
         done = run(*command, seconds=_PATIENCE)
     except (OSError, UserError):
@@ -283,7 +283,8 @@ _TIME = re.compile(rf"[0-9]+-(2[0-3]|[01]?[0-9])(:{_SIXTY}){{0,2}}|[0-9]+(:{_SIX
 
 
 def check_time(text: str) -> str:
-    """The text. Raises ValueError where it is no time, or one such as 99:99:99, which Slurm takes and nobody means."""
+    """The text. Raises ValueError if it is not a time, or one such as 99:99:99, which Slurm accepts and nobody
+    means."""
     if not _TIME.fullmatch(text):
         raise ValueError(
             "expected a time such as 12:00:00 (hours, minutes, seconds), 2-12 (days, hours) or 90 (minutes), "

@@ -55,7 +55,7 @@ def sbatch(script: str) -> str:
             input=script,
             capture_output=True,
             encoding="utf-8",
-            errors="surrogateescape",  # names of files may be no UTF-8
+            errors="surrogateescape",  # file names need not be UTF-8
             check=False,
         )
     except FileNotFoundError as error:
@@ -81,11 +81,11 @@ def _reason(text: str) -> str:
 
 
 _OF_CPUS = {"cpus-per-gpu", "hint", "threads-per-core", "ntasks-per-core"}
-"""Options of sbatch that say how many CPUs there are to be, or that count them in another way."""
+"""Options of sbatch that set the number of CPUs, or count them in another way."""
 
 
 def with_cpus(cluster: ClusterSection, processes: int) -> tuple[ClusterSection, list[str]]:
-    """The section with ``cpus_per_task``, and what is good to know of it.
+    """The section with ``cpus_per_task``, and notes about it.
 
     Args:
         processes: on each node.
@@ -175,7 +175,7 @@ _END_SECONDS = 60
 
 
 class SlurmLauncher(Launcher):
-    """Submits batch scripts, and starts runs inside of allocations."""
+    """Submits batch scripts, and starts runs inside allocations."""
 
     has_sweeps = True
     has_snapshots = True
@@ -224,10 +224,10 @@ class SlurmLauncher(Launcher):
         entries = read_queue(record.number for record in records)  # Slurm is asked once for all
         found = []
         for record in records:
-            # elements that were cancelled one by one before they began are shown under the array's number alone
+            # elements that were cancelled one by one before they began are shown only under the array's number
             entry = entries.get(record.number) or entries.get(record.array_id)
             if entry is not None and entry.name != record.job_name:
-                entry = None  # it is of another job: on another cluster, or the numbers have begun again
+                entry = None  # it is of another job: on another cluster, or the numbers have started over
             found.append(judge_job(record, entry, JobEnd.read(record)))
         return found
 
@@ -246,7 +246,7 @@ class SlurmLauncher(Launcher):
 
 
 def _without_dependency(cluster: ClusterSection) -> ClusterSection:
-    """The section without the dependency on other jobs, which Slurm may not know any more."""
+    """The section without the dependency on other jobs, which Slurm may no longer know."""
     options = {name: value for name, value in cluster.options.items() if name != "dependency"}
     return cluster.model_copy(update={"options": options})
 

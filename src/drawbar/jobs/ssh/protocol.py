@@ -18,7 +18,7 @@ GRACE = 5.0
 
 @dataclass(frozen=True)
 class HostJob:
-    """What one host is to run. The configuration is in it, as the host may have no file of it."""
+    """What one host should run. The configuration is in it, as the host may lack the file."""
 
     launch_id: str
     """For the rendezvous: the same on all hosts, and another one for each launch. Not the number of the job."""
@@ -26,7 +26,7 @@ class HostJob:
     names: tuple[str, ...]
     """Of all hosts, in their order."""
     argv: tuple[str, ...]
-    """The command; the path of the configuration comes behind it."""
+    """The command; the path of the configuration follows it."""
     config: str
     """As YAML."""
     workdir: str
@@ -52,7 +52,7 @@ class HostJob:
 
 def host_message(**values: Any) -> bytes:
     """A message to a host."""
-    return json.dumps(values).encode() + b"\n"  # in ASCII: a job may hold names of files that are no UTF-8
+    return json.dumps(values).encode() + b"\n"  # in ASCII: a job may contain file names that are not UTF-8
 
 
 def submitter_message(**values: Any) -> bytes:

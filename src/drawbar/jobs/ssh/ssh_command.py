@@ -1,8 +1,8 @@
 """Renders a job for ssh hosts: for each host an ssh command that starts a shell, and the shell's standard input.
 
 The command is the same few words for all jobs. Everything else goes to the host over the standard input of ssh, and
-stands in no list of processes: first a bash script, which ends by becoming :mod:`drawbar.jobs.node.ssh_host`,
-and then, on the same standard input, the message that says what that program is to run.
+appears in no process list: first a bash script, which ends by becoming :mod:`drawbar.jobs.node.ssh_host`, and then, on
+the same standard input, the message that says what that program is to run.
 """
 
 import re
@@ -76,7 +76,7 @@ def ssh_command(cluster: ClusterSection, host: Host) -> tuple[str, ...]:
 
 
 def start_script(job: Job, module: str) -> bytes:
-    """What bash reads on a host, to become a module of drawbar's in the environment of the job."""
+    """What bash reads on a host, to become a drawbar module in the environment of the job."""
     cluster = job.cluster
     lines = [f"export {name}={shlex.quote(value)}" for name, value in cluster.environment.items()]
     before = [*(f"module load {shlex.quote(module)} || exit" for module in cluster.modules), *cluster.setup]
@@ -90,7 +90,7 @@ def start_script(job: Job, module: str) -> bytes:
 
 
 def forwarded(patterns: Iterable[str], environ: Mapping[str, str], set_already: Iterable[str]) -> dict[str, str]:
-    """The variables of ``environ`` that the patterns name: whole names, or beginnings with ``*`` behind."""
+    """The variables of ``environ`` that the patterns name: whole names, or prefixes followed by ``*``."""
     shapes = [re.compile(re.escape(pattern).replace(r"\*", ".*")) for pattern in patterns]
     taken = set(set_already)
     return {

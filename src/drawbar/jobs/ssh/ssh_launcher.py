@@ -78,7 +78,7 @@ def lock_job_file(run_dir: Path, number: str, nodes: tuple[str, ...] = ()) -> It
 
 
 def find_process(record: JobRecord) -> JobProcess | None:
-    """The process of a job, alive or not; None where none is written down."""
+    """The process of a job, alive or not; None if none is written down."""
     try:
         values = json.loads(_file(Path(record.run_dir), record.number).read_text(encoding="utf-8"))
         return JobProcess(**{**values, "nodes": tuple(values["nodes"])})
@@ -184,7 +184,7 @@ class SshLauncher(Launcher):
         return [host if host.slots else Host(host.name, max(1, gpus[host.name])) for host in hosts]
 
     def make_job(self, config: RunConfig, cluster: ClusterSection, program: str | None) -> Job:
-        """Raises UserError where the container is one that only Slurm can start."""
+        """Raises UserError if the container is one that only Slurm can start."""
         workdir = Path(cluster.workdir).absolute() if cluster.workdir else Path.cwd()
         variables = forwarded(cluster.forward, os.environ, cluster.environment)
         job = make_job(config, cluster, program, workdir, variables)
@@ -268,7 +268,7 @@ class SshLauncher(Launcher):
 
 
 def _check_free(job: Job) -> None:
-    """Raises UserError where a job of this run has not ended: a new one would hide it under the run's name."""
+    """Raises UserError if a job of this run has not ended: a new one would hide it under the run's name."""
     for record in read(run_file(job.run_dir)):
         if is_running(record):
             raise UserError(

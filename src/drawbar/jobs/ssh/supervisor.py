@@ -27,7 +27,7 @@ class HostOutput:
         self._log: BinaryIO | None = None
 
     def open_log(self, path: Path) -> None:
-        """Write to this file, too, from now on. Raises OSError where it cannot be written."""
+        """Also write to this file from now on. Raises OSError if it cannot be written."""
         self._log = path.open("ab")
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ class _Supervisor:
             raise no_answer([host.name for host in waiting], self._timeout)
 
     async def _start_rendezvous(self) -> None:
-        """Let the first host choose the endpoint, tell it to all of them, and so start the job."""
+        """Let the first host choose the endpoint, send it to all of them, and so start the job."""
         first, *others = self._hosts
         endpoint = ""
         if others:
@@ -296,7 +296,7 @@ class _Supervisor:
         if code == SSH_FAILED or code < 0:
             raise UserError(
                 f"lost the host {host.name}: its connection ended, or what drawbar runs there was killed",
-                remedy="see whether the host is up and has memory left; the same command goes on from the last "
+                remedy="see whether the host is up and has memory left; the same command resumes from the last "
                 "checkpoint",
                 exit_code=ExitCode.FAILED,
             )
