@@ -137,7 +137,7 @@ def test_a_task_by_name() -> None:
         ("no_such_module:Task", "no_such_module"),
         ("drawbar.tasks.causal_lm:Missing", "Missing"),
         ("drawbar.tasks.batch:Batch", "not a subclass"),
-        ("drawbar.tasks.batch:PADDING", "is no class"),
+        ("drawbar.tasks.batch:PADDING", "is not a class"),
         (":Task", "Empty module name"),
         ("", "there is no task"),
     ],
