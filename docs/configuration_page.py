@@ -16,22 +16,22 @@ _INTRODUCTION = """\
 
 <!-- Generated from the schema by `make docs`. Do not edit. -->
 
-A run is described by a YAML file and `key=value` arguments that overrule it. `drawbar config show` prints the result
-with every default written out; `drawbar config explain KEY` says what a key means and where its value came from.
-Where two settings say the same in different ways (`train.steps` and `train.epochs`), the one on the command line
-takes the place of the one in the file, and a line says so; both in one place are refused. Unknown keys are errors.
+A run is described by a YAML file and `key=value` arguments that override it. `drawbar config show` prints the result
+with every default written out; `drawbar config explain KEY` says what a key means and where its value comes from.
+If two settings express the same thing in different ways (`train.steps` and `train.epochs`), the one on the command line
+replaces the one in the file, and a message says so; both in one place are refused. Unknown keys are errors.
 `~`, `$NAME` and `${NAME}` are expanded in paths. Values are YAML 1.2: `3e-4` is a number, and `yes` is text.
 """
 
 _OTHERS = """\
-Names of transformers' `TrainingArguments` and example scripts, Lightning's `Trainer` and axolotl, and what they are
-here. If one is given as a setting, the error names drawbar's own. `global_batch` is the whole of a step: gradients are
-accumulated as often as the micro-batch and the number of processes make it necessary."""
+Names in transformers' `TrainingArguments` and example scripts, Lightning's `Trainer` and axolotl, and their
+counterparts here. If you use one of them as a setting, the error names drawbar's. `global_batch` is the batch of one
+optimizer step: gradients are accumulated as often as micro-batch and number of processes require."""
 
 _RESUMING = """\
-Running a command again resumes its run. Only the differences below from its `config.yaml` are accepted. More steps or
-epochs go on with a run, also with one that is complete: the schedule is computed anew for the steps to come, which the
-log says, and the steps that were made stay as they are. Fewer steps than were made are refused."""
+Running a command again resumes its run. Only the differences from its `config.yaml` that are listed below are accepted.
+Raise the steps or epochs and the run continues, even a complete one: the schedule is recomputed for the steps to come,
+which the log says; the steps already made stay as they are. Fewer steps than were made are refused."""
 
 
 def render() -> str:

@@ -21,6 +21,8 @@ from exhaustive import asked, some
 from harness import run_ranks
 from tiny import CPU, random_step, tiny_config, tiny_engine
 
+pytestmark = pytest.mark.exhaustive
+
 Found = dict[str, tuple[list[float], bool]]
 """By case: the losses of four steps; on this rank, whether it ended as a run that was resumed in the middle."""
 

@@ -292,6 +292,7 @@ def test_a_run_goes_on_under_deepspeed(tmp_path: Path, fields: dict[str, Any], s
         assert rest == [3, {3}, [DECAY, 0.0]]
 
 
+@pytest.mark.exhaustive
 def test_a_trainers_checkpoint_is_a_model_as_it_is(tmp_path: Path, fields: dict[str, Any]) -> None:
     from transformers import Trainer, TrainingArguments
 

@@ -86,6 +86,7 @@ def test_a_run_on_two_nodes_that_goes_on_on_one(mine: Path, fit: Fit) -> None:
     assert largest_difference(losses(mine / "runs" / "alone"), found) < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_the_rank_that_raised_speaks_alone(mine: Path) -> None:
     module = ("--num_gpus=2", "--module", "drawbar", "train", "config.yaml", "task.type=mine:Mine", *SETTINGS)
     done = deepspeed(*module, cwd=mine, fate="raise")

@@ -76,9 +76,7 @@ def test_a_run_goes_on_where_rank_0_is(tmp_path: Path, nodes: list[Path]) -> Non
     ddp = ["parallel.strategy=ddp"]
     assert run_ranks(in_turn, 2, str(tmp_path), ((0, 1), ddp, 5), env=APART) == [[75]] * 2
     for (refused,) in run_ranks(in_turn, 2, str(tmp_path), ((1, 0), ddp, None), env=APART):
-        assert "the newest checkpoint of this run, of step 5, is on n0, and not on n1, where rank 0 is now" in str(
-            refused
-        )
+        assert "the newest checkpoint of this run, of step 5, is on n0, not on n1, where rank 0 is now" in str(refused)
     assert run_ranks(in_turn, 2, str(tmp_path), ((0, 1), ddp, None), env=APART) == [[0]] * 2
     assert largest_difference(losses(whole), losses(run)) < 1e-5
     assert scores(run).keys() == scores(whole).keys()

@@ -82,6 +82,7 @@ def has_case(name: str, ties: str) -> bool:
     return ties == TIED or "pipeline" in name or name in ("ddp", "fsdp", "ddp tensor=2")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "names"), CASES)
 def test_every_strategy_is_equal(ranks: int, names: list[str], project: Path) -> None:
     results = run_ranks(compare_tied_and_untied, ranks, str(project), names, timeout=500)[0]
@@ -262,6 +263,7 @@ def fail_in_forward(folder: str) -> list[str]:
     return [describe(error.value)]
 
 
+@pytest.mark.exhaustive
 def test_an_exception_is_told_with_its_module(project: Path) -> None:
     for told in run_ranks(fail_in_forward, 2, str(project)):
         assert told[0].startswith("in model.layers.0.mlp.down_proj: RuntimeError: "), told

@@ -52,7 +52,7 @@ FURTHER: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """What holds its state in other ways still; read by one process and by itself."""
 NAMES = list(CASES)
-OFTEN = ("single", "zero1", "fsdp on two", "fsdp and tensor", "zero 3")
+OFTEN = ("single", "fsdp on two", "fsdp and tensor")
 OTHER = {name: NAMES[(number + 4) % len(NAMES)] for number, name in enumerate(NAMES)}
 """For each case, one that reads it; every case reads one."""
 PAIRS = params(

@@ -45,6 +45,7 @@ def checkpoint(project: Path, layout: str, step: int) -> Path:
     return project / "runs" / layout / "checkpoints" / step_name(step)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("step", [2, 4])
 def test_both_hold_the_same(project: Path, step: int) -> None:
     whole, parts = (open_snapshot(checkpoint(project, layout, step)) for layout in LAYOUTS)
@@ -57,6 +58,7 @@ def test_both_hold_the_same(project: Path, step: int) -> None:
     assert whole.state["progress"]["evaluated_step"] == step  # the scores were added to a checkpoint that was complete
 
 
+@pytest.mark.exhaustive
 def test_each_rank_has_written_a_part(project: Path) -> None:
     folder = checkpoint(project, "parts", 4)
     written = {path.name for path in folder.glob("*.safetensors")} - {"rng.safetensors"}
@@ -64,6 +66,7 @@ def test_each_rank_has_written_a_part(project: Path) -> None:
     assert (project / "runs" / "parts" / "checkpoints" / "best.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_commands_read_both(project: Path) -> None:
     """Evaluation, predictions and export of the two runs are the same."""
     found = {}
@@ -88,6 +91,7 @@ def go_on(folder: str, layout: str, strategy: str) -> None:
         fit_in(Path(folder), *SETTINGS, *settings, "train.steps=6")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "strategy", "layout"), [(1, "single", "parts"), (2, "zero1", "whole")])
 def test_a_run_may_change_its_layout(project: Path, tmp_path: Path, ranks: int, strategy: str, layout: str) -> None:
     copy = tmp_path / "project"

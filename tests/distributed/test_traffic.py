@@ -16,6 +16,8 @@ from drawbar.distributed.rank_info import RankInfo
 from harness import run_ranks
 from tiny import CPU, random_batch, random_step, tiny_config, tiny_engine
 
+pytestmark = pytest.mark.exhaustive
+
 FSDP = [
     *((ParallelSection(strategy="fsdp", reshard=reshard), p) for reshard in (True, False) for p in ("fp32", "bf16")),
     (ParallelSection(strategy="fsdp", reduce_dtype="bf16"), "bf16"),

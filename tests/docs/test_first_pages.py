@@ -27,6 +27,7 @@ def measured() -> dict[str, list[dict[str, object]]]:
     return json.loads(MEASURED.read_text(encoding="utf-8"))
 
 
+@pytest.mark.exhaustive
 def test_every_command_of_the_first_run_runs(tmp_path: Path) -> None:
     assert run_commands(DOCS / "first_run.md", tmp_path) >= 10
     assert len((tmp_path / "reviews" / "labelled.jsonl").read_text().splitlines()) > 1

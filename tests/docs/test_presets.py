@@ -39,6 +39,7 @@ def test_a_preset_begins_with_what_it_is(preset: Path) -> None:
     assert set(re.findall(r"configs/(\S+)\.yaml", "\n".join(comments))) == {preset.stem}
 
 
+@pytest.mark.exhaustive
 def test_the_table_is_true() -> None:
     text = README.read_text(encoding="utf-8")
     states = column(text, "file", -1)

@@ -54,7 +54,7 @@ def test_an_unknown_one_is_refused_with_what_there_is(project: Path) -> None:
     assert "did you mean fsdp?" in refused.err
     refused = run_cli("train", "config.yaml", "parallel.strategy=compression:copressed", cwd=project)
     assert refused.code == 2
-    assert "is no strategy: the module has no 'copressed'; did you mean compression:compressed?" in refused.err
+    assert "is not a strategy: the module has no 'copressed'; did you mean compression:compressed?" in refused.err
     with pytest.raises(UserError, match="'compression:build' is not a strategy, but of type function"):
         find_strategy("compression:build")
 

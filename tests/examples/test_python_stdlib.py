@@ -36,6 +36,7 @@ def test_a_context_that_was_seen_is_worth_something() -> None:
     assert trigram < 1 < unigram < 8
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_probabilities_sum_to_one(order: int) -> None:
     """2 ** -bits, summed over every next byte after a fixed beginning, divided by the beginning's own probability."""

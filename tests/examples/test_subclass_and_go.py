@@ -16,6 +16,7 @@ SMALLER = {
 }
 
 
+@pytest.mark.exhaustive
 def test_two_processes_come_to_the_results_of_one(tmp_path: Path) -> None:
     write_sentiments(tmp_path)
     copy_example("subclass_and_go", tmp_path, config=SMALLER)

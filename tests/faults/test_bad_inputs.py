@@ -282,7 +282,8 @@ FRESH = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=f"{group}: {case.name}") for group, cases in FRESH.items() for case in cases]
+    "case",
+    some([pytest.param(case, id=f"{group}: {case.name}") for group, cases in FRESH.items() for case in cases], 40),
 )
 def test_nothing_is_begun(case: Case, project: Path) -> None:
     case.make(project)

@@ -52,6 +52,7 @@ def check_has_checkpoint(project: Path, ended: Ended) -> None:
     assert int(newest.name.removeprefix("step-")) >= 4, ended.output
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("calls", "error", "rank"), some(ERRORS, 1), ids=lambda found: str(found))
 def test_an_error_on_one_rank(
     calls: tuple[str, ...], error: int, rank: int, project: Path, interrupted: InterruptedRun, disk: FaultyDisk

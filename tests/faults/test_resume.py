@@ -107,6 +107,7 @@ def check_ledger(project: Path, run: Path, processes: int) -> None:
         assert sorted(seen) == list(range(samples))
 
 
+@pytest.mark.exhaustive
 def test_another_number_of_processes(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     command = ("train", "config.yaml", "train.steps=30", "checkpoint.every=5", "train.micro_batch=2")

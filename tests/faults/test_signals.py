@@ -113,6 +113,7 @@ def train_all(folder: str, cases: list[tuple[str, str]]) -> dict[str, int]:
     return codes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("cases", SOME_OR_ALL, ids=["some", "all"])
 def test_in_any_phase_to_one_rank_or_to_all(cases: list[tuple[str, str]], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)

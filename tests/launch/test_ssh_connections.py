@@ -115,6 +115,7 @@ def test_a_launcher_that_is_killed_leaves_nothing(sshd: Sshd, tmp_path: Path) ->
         launched.process.kill()
 
 
+@pytest.mark.exhaustive
 def test_a_host_that_fails_ends_all_with_its_code(sshd: Sshd, tmp_path: Path) -> None:
     with launch(sshd, tmp_path) as launched:
         (tmp_path / "go").touch()

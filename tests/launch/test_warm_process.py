@@ -201,6 +201,7 @@ class Note(drawbar.Callback):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_forked_ranks_is_that_of_new_ones(project: Path) -> None:
     (project / "note.py").write_text(NOTE)
     command = ["train", "config.yaml", "launch.nproc=2", "callbacks=[note:Note]", "train.steps=3"]

@@ -26,14 +26,35 @@ from drawbar.data.sources import Reading, Records
 from drawbar.distributed.process_group import Distributed
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger, told_while_waiting
-from drawbar.util.atomic_files import identity, replacing
+from drawbar.util.atomic_files import identity, sync, write_atomically
 
+T = TypeVar("T")
+
+FORMAT = 2
+META = "meta.json"
+POLL_SECONDS = 0.05
+BEAT_SECONDS = 1.0
+HEAD_START_SECONDS = 2.0
+SHOWN_CHANGES = 5
+_IDENTIFYING_INPUTS = {"the records", "task.type"}
+"""Inputs that differ between unrelated runs; runs that differ in at most five inputs still count as related."""
 DIGESTS_FILE = "digests.json"
 """File with the digests, in the folder of the encoded data."""
 MAX_DIGESTS = 100_000
 """Maximum number of digests to keep; the oldest are dropped."""
 MIN_AGE_NS = 2 * 10**9
 """Nanoseconds that a file must be unchanged before its times are trusted: some file systems have 2 s timestamps."""
+REMEDIES = {
+    errno.ENOSPC: "free some space there, or keep the cache on another disk (data.cache)",
+    errno.EDQUOT: "your quota there is used up: delete some files, or keep the cache on another disk (data.cache)",
+    errno.EFBIG: "files are limited in size: raise the limit (ulimit -f unlimited)",
+    errno.EACCES: "make the folder writable, or use another one (data.cache)",
+    errno.EPERM: "make the folder writable, or use another one (data.cache)",
+    errno.EROFS: "the disk is read-only: use another one (data.cache)",
+    errno.ENOTDIR: "a file is in the way: use another folder (data.cache)",
+    errno.EEXIST: "a file is in the way: use another folder (data.cache)",
+}
+"""Remedies for a cache that cannot be written, by error number."""
 
 
 class DigestCache:
@@ -66,8 +87,7 @@ class DigestCache:
             others = _read(self._path)  # saved by other processes in the meantime
             latest = list({**others, **self._new}.items())[-MAX_DIGESTS:]
             with suppress(OSError):
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                replace_text(self._path, json.dumps(dict(latest), indent=0))
+                write_atomically(self._path, json.dumps(dict(latest), indent=0).encode())
 
 
 def _read(path: Path) -> dict[str, str]:
@@ -93,9 +113,6 @@ def digest_for_all(records: Records, kept: DigestCache, world: Distributed) -> s
     found = world.all_gather(own)[leader]
     assert found is not None
     return found
-
-
-BEAT_SECONDS = 1.0
 
 
 class Heartbeat:
@@ -131,7 +148,7 @@ class Heartbeat:
         self._beats += 1
         about = {"host": socket.gethostname(), "pid": os.getpid(), "done": self.done, "total": self.total}
         with suppress(OSError):  # a full disk also fails the encoding itself
-            replace_text(self.path, json.dumps({**about, "beats": self._beats}))
+            write_atomically(self.path, json.dumps({**about, "beats": self._beats}).encode())
 
 
 class Watch:
@@ -197,7 +214,7 @@ class Failure:
     def write(self, error: UserError) -> None:
         about = {"what": error.what, "where": error.where, "remedy": error.remedy, "exit_code": int(error.exit_code)}
         with suppress(OSError):
-            replace_text(self.path, json.dumps({**about, "attempt": f"{os.getpid()} {time.time_ns()}"}))
+            write_atomically(self.path, json.dumps({**about, "attempt": f"{os.getpid()} {time.time_ns()}"}).encode())
 
     def raise_if_new(self) -> None:
         text = self._read()
@@ -209,20 +226,6 @@ class Failure:
                 remedy=about["remedy"],
                 exit_code=ExitCode(about["exit_code"]),
             )
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a text atomically: readers see the old or the new content, never a part."""
-    with replacing(path, one_writer=False, durable=False) as file:
-        file.write(text.encode())
-
-
-SHOWN_CHANGES = 5
-_IDENTIFYING_INPUTS = {"the records", "task.type"}
-"""Inputs that differ between unrelated runs; runs that differ in at most five inputs still count as related."""
-
-_IN_WORDS = {"the task's facts": "the dataset metadata"}
-"""Names for messages, where cache keys must keep an older name."""
 
 
 def is_cached(cache: Path, name: str, inputs: Mapping[str, str]) -> bool:
@@ -240,7 +243,7 @@ def explain_cache_miss(cache: Path, name: str, inputs: Mapping[str, str]) -> str
     if not changes:
         return None
     fewest = min(changes, key=len)
-    shown = ", ".join(_IN_WORDS.get(name, name) for name in fewest[:SHOWN_CHANGES])
+    shown = ", ".join(fewest[:SHOWN_CHANGES])
     more = f" and {len(fewest) - SHOWN_CHANGES} more" if len(fewest) > SHOWN_CHANGES else ""
     return f"changed since the cached data: {shown}{more}"
 
@@ -262,26 +265,6 @@ def _is_unrelated_run(changed: list[str]) -> bool:
 
 def _changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     return [name for name in [*new, *(name for name in old if name not in new)] if old.get(name) != new.get(name)]
-
-
-T = TypeVar("T")
-
-FORMAT = 2
-META = "meta.json"
-POLL_SECONDS = 0.05
-HEAD_START_SECONDS = 2.0
-
-REMEDIES = {
-    errno.ENOSPC: "free some space there, or keep the cache on another disk (data.cache)",
-    errno.EDQUOT: "your quota there is used up: delete some files, or keep the cache on another disk (data.cache)",
-    errno.EFBIG: "files are limited in size: raise the limit (ulimit -f unlimited)",
-    errno.EACCES: "make the folder writable, or use another one (data.cache)",
-    errno.EPERM: "make the folder writable, or use another one (data.cache)",
-    errno.EROFS: "the disk is read-only: use another one (data.cache)",
-    errno.ENOTDIR: "a file is in the way: use another folder (data.cache)",
-    errno.EEXIST: "a file is in the way: use another folder (data.cache)",
-}
-"""Remedies for a cache that cannot be written, by error number."""
 
 
 def content_key(*parts: object) -> str:
@@ -494,7 +477,7 @@ class _Entry(Generic[T]):
             head = {"format": FORMAT, "key": self.key, "made_of": self.inputs, "sizes": sizes}
             storage.append(META, json.dumps({**head, **about}).encode())
             storage.close()
-            _sync_folder(draft)
+            sync(draft)
             _publish(draft, self.folder)
         finally:
             storage.abandon()
@@ -509,15 +492,7 @@ def _publish(draft: Path, folder: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         logger.info("another process made %s in the meantime", folder)  # on a file system without working locks
-    _sync_folder(folder.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(folder.parent)
 
 
 def _remove_dead_drafts(entry: Path) -> None:

@@ -35,15 +35,15 @@ class DeepSpeedSection(GuestSection):
     check_start: ClassVar = "drawbar.deepspeed.config_json:check_start"
 
     config: PathText | None = None
-    """A DeepSpeed JSON file of your own, which is passed on. `"auto"` in it is filled in from this configuration, and
-    what contradicts it is an error: set the ZeRO stage, offloading and `precision` here, too."""
+    """Your own DeepSpeed JSON file, which is passed on. `"auto"` is filled in from this configuration; a value that
+    contradicts it is an error: set the ZeRO stage, offloading and `precision` here, too."""
     preset: Literal["zero2", "zero2_offload", "zero3", "zero3_offload"] | None = None
-    """The ZeRO stage, and whether optimizer state (and at stage 3 parameters) lie in host memory."""
+    """The ZeRO stage, and whether optimizer state (at stage 3 also parameters) is offloaded to host memory."""
     offload_optimizer: OffloadTarget | None = None
-    """Where optimizer state and, from stage 2 on, gradients lie, and where the update is computed: `none` (the device),
-    `cpu`, or a folder on a fast local disk (stage 3). Default: what `preset` or `parallel.offload` says."""
+    """Where to keep optimizer state and, from stage 2 on, gradients, and to compute the update: `none` (the device),
+    `cpu`, or a folder on a fast local disk (stage 3). Default: as `preset` or `parallel.offload` says."""
     offload_parameters: OffloadTarget | None = None
-    """stage 3: where parameters lie: `none` (the device), `cpu`, or a folder on a fast local disk. Default: what
+    """At stage 3, where to keep parameters: `none` (the device), `cpu`, or a folder on a fast local disk. Default: as
     `preset` or `parallel.offload` says."""
 
 

@@ -165,81 +165,81 @@ def _lines(values: list[str]) -> list[str]:
 
 
 class ClusterSection(GuestSection):
-    """Where `drawbar submit` runs the job; `drawbar train` does not read it. A `--cluster` file has the same keys."""
+    """Where `drawbar submit` runs the job; `drawbar train` ignores it. A `--cluster` file has the same keys."""
 
     nodes: Count = 1
     """Machines that the job runs on."""
     gpus_per_node: Count | Annotated[str, AfterValidator(_typed_gpus)] | None = None
-    """GPUs to ask for on each node, or their type and number, such as `a100:4`. Each gets a process, unless
+    """GPUs to request on each node, or their type and number, such as `a100:4`. Each gets one process, unless
     `launch.nproc` or `parallel.strategy` says otherwise."""
     gpu_memory: Annotated[Text, AfterValidator(_size)] | None = None
-    """Memory of each GPU, such as `80GiB`. With it and `gpus_per_node`, `drawbar submit` plans the run as `drawbar
-    plan` does, and refuses what cannot fit (not with `preflight: false`); `--force` submits it all the same."""
+    """Memory of each GPU, such as `80GiB`. With this and `gpus_per_node`, `drawbar submit` plans the run as `drawbar
+    plan` does and refuses what cannot fit (unless `preflight: false`); `--force` submits it anyway."""
     cpus_per_task: Count | None = None
-    """CPU cores to ask for on each node, for all of its processes together (drawbar's Slurm jobs have one task on each
-    node, its launcher). Default: with GPUs, the same share of the
-    node's CPU cores as of its GPUs; else one for each process."""
+    """CPU cores to request on each node, for all of its processes together: drawbar's Slurm jobs have one task per
+    node, its launcher. Default: with GPUs, the same share of the node's CPU cores as of its GPUs; otherwise one per
+    process."""
     partition: Name | None = None
-    """Partition (queue) to submit to; several may be given with commas."""
+    """Partition (queue) to submit to, or several, separated by commas."""
     account: Name | None = None
-    """Account that pays."""
+    """Account to charge."""
     time: TimeLimit | Count | None = None
-    """Time limit as Slurm writes it, such as `12:00:00` or `2-00`; a whole number is minutes."""
+    """Time limit in Slurm's notation, such as `12:00:00` or `2-00`; a whole number is minutes."""
     preflight: bool = True
-    """Before submitting, see whether the data are there, the run's folder can be written, and the partition could run
-    the job. Switch it off where the machine that submits sees other disks than the nodes."""
+    """Before submitting, check that the data exist, the run directory is writable, and the partition can run the job.
+    Turn it off if the submitting machine does not see the nodes' disks."""
     requeue: bool = True
-    """Put the job back into the queue when it was interrupted: it goes on from its last checkpoint. A job that is
-    restarted three times without a new checkpoint stops."""
+    """Requeue an interrupted job, which then resumes from its last checkpoint. A job that is restarted three times
+    without a new checkpoint stops."""
     exclude_bad_nodes: bool = False
-    """Where a job finds that a node does not answer, is lost or does not work, put it back into the queue without that
-    node. It counts as a restart."""
+    """If a node does not answer, is lost or does not work, requeue the job without that node. It counts as a
+    restart."""
     signal_seconds: Count = 120
-    """So many seconds before the time limit the run saves and ends, or is requeued. A run whose saves take longer says
-    so at its first one."""
+    """Seconds before the time limit at which the run saves and ends, or is requeued. A run whose saves take longer
+    warns at its first save."""
     modules: list[Module] = []
     """Environment modules to load, in this order."""
     environment: Annotated[dict[str, str], AfterValidator(_variables)] = {}
-    """Environment variables to set on every node. No secrets: a Slurm job has your own environment
-    anyway, and ssh hosts get what `forward` names."""
+    """Environment variables to set on every node. Do not put secrets here: a Slurm job inherits your environment, and
+    ssh hosts get the variables that `forward` names."""
     setup: Annotated[list[Text], AfterValidator(_lines)] = []
-    """Shell commands to run before all else, such as `source ~/venv/bin/activate`: with Slurm on the first node, from
-    which every node gets what they export; over ssh on each host."""
+    """Shell commands to run first, such as `source ~/venv/bin/activate`: with Slurm on the first node, whose exported
+    variables all nodes get; over ssh on each host."""
     python: PathText | None = None
-    """Python to run on the nodes, a path or a command that `setup` provides. Default: the one that submits; in a
+    """Python interpreter on the nodes: a path, or a command that `setup` provides. Default: the one that submits; in a
     container, `python3`."""
     interface: Name | None = None
-    """Network interface that the nodes talk over. Default: InfiniBand where the first node has it, else the one that
-    leads to the first node."""
+    """Network interface between the nodes. Default: InfiniBand if the first node has it, otherwise the one that leads
+    to the first node."""
     image: ImageText | None = None
-    """Container that the job runs in: a `.sif` file, a sandbox folder, `docker://NAME`, or for pyxis a `.sqsh` file or
-    `REGISTRY#NAME`."""
+    """Container image to run the job in: a `.sif` file, a sandbox folder, `docker://NAME`, or for pyxis a `.sqsh` file
+    or `REGISTRY#NAME`."""
     container: RuntimeOrAuto = "auto"
-    """What runs the image. `auto`: pyxis for `.sqsh` files and names with `#`, else Apptainer, or Singularity where a
-    node has no Apptainer."""
+    """Container runtime. `auto`: pyxis for `.sqsh` files and names with `#`; otherwise Apptainer, or Singularity on a
+    node without Apptainer."""
     binds: list[BindText] = []
-    """Folders that the container is to see: `/folder`, or `/outside:/inside`, or `/outside:/inside:ro`. It sees the
-    current folder, `run.dir`, `data.cache`, `HF_HOME` and your home anyway."""
+    """Folders to mount in the container: `/folder`, `/outside:/inside` or `/outside:/inside:ro`. The current folder,
+    `run.dir`, `data.cache`, `HF_HOME` and your home directory are always mounted."""
     home: PathText | None = None
-    """Another folder to be your home inside of the container (Apptainer and Singularity)."""
+    """Folder to use as your home directory inside the container (Apptainer and Singularity)."""
     options: Annotated[dict[str, str | int | bool], AfterValidator(_sbatch_options)] = {}
-    """More options of sbatch, without dashes, such as `{qos: high, mem: 0, exclusive: true}`; `gres` is for all but
-    GPUs, such as `{gres: "nvme:1"}`."""
+    """Further options of sbatch, without dashes, such as `{qos: high, mem: 0, exclusive: true}`; `gres` is for anything
+    but GPUs, such as `{gres: "nvme:1"}`."""
 
     hosts: Annotated[list[Text], AfterValidator(_hosts)] = []
-    """For `--to ssh`: the machines to run on, each with its processes, such as `[gpu1:8, gpu2:8]`; without a number,
-    one for each of its GPUs. `--hosts` and `--hostfile` overrule it."""
+    """For `--to ssh`: the machines to run on with their number of processes, such as `[gpu1:8, gpu2:8]`; without a
+    number, one per GPU. `--hosts` and `--hostfile` take precedence."""
     ssh_config: PathText | None = None
-    """ssh's configuration file, where it is not your own `~/.ssh/config`."""
+    """ssh's configuration file, if it is not `~/.ssh/config`."""
     ssh_options: Annotated[dict[str, str | int], AfterValidator(_ssh_options)] = {}
-    """More options of ssh as in its configuration, such as `{Port: 2222, User: me, ConnectTimeout: 30}`."""
+    """Further options of ssh, as in its configuration file, such as `{Port: 2222, User: me, ConnectTimeout: 30}`."""
     forward: list[Annotated[str, text_of("letters, digits and _, and a last *", r"^[A-Za-z_][A-Za-z0-9_]*\*?$")]] = (
         FORWARDED
     )
-    """For `--to ssh`: which of your own environment variables the hosts get, by name, or by beginning, as in `HF_*`.
-    They travel over the connection, in no file and no command line, so secrets may be among them."""
+    """For `--to ssh`: which of your environment variables the hosts get, by name or by prefix, as in `HF_*`. They
+    travel over the connection, never in a file or on a command line, so secrets may be among them."""
     workdir: PathText | None = None
-    """For `--to ssh`: the folder to run in on each host, made where there is none. Default: the same path as here."""
+    """For `--to ssh`: the folder to run in on each host, created if missing. Default: the same path as here."""
 
     @property
     def gpu_count(self) -> int | None:

@@ -73,8 +73,8 @@ def parse_case(text: str, config: RunConfig) -> Case:
     values = config.parallel.model_dump(mode="json", include=set(_KEPT))
     settings.values["parallel"] = {**values, "strategy": "ddp"}
     for word in re.split(rf" {_OUTSIDE_BRACKETS}", text):
-        names = [AUTO, *STRATEGIES.names()]
-        if "=" not in word and ":" not in word and word not in names:
+        if "=" not in word and ":" not in word and word != AUTO and word not in STRATEGIES:
+            names = [AUTO, *STRATEGIES.names()]
             guess = nearest(word, names)
             raise UserError(
                 f"there is no strategy {word!r}" + (f"; did you mean {guess}?" if guess else ""),

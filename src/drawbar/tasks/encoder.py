@@ -201,7 +201,7 @@ def settings_of(task: Task, train: bool) -> dict[str, str] | None:
         "the tokenizer": tokenizer,
         **{f"task.{name}": json.dumps(value, sort_keys=True) for name, value in options.items()},
         # saved positions of streams hold a digest of these names and values: do not rename them
-        "the task's facts": content_key(json.dumps(task.dataset_metadata, sort_keys=True)),
+        "the dataset metadata": content_key(json.dumps(task.dataset_metadata, sort_keys=True)),
         "the labels of records": "read" if task.has_labels else "left out",
         "the use of the samples": "training" if train else "evaluation",
         "data.sequence_length": str(task.data.sequence_length),

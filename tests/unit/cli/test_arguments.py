@@ -123,10 +123,10 @@ def test_a_run_misspelt(project: Path) -> None:
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("{}")
     (run / LOCK_FILE).touch()
-    with pytest.raises(UserError, match="is not a run directory") as wrong:
+    with pytest.raises(UserError, match="not a run directory") as wrong:
         load_run(str(project / "runs" / "tniy"), (), None)
     assert str(run) in str(wrong.value.remedy)
-    with pytest.raises(UserError, match="is not a run directory"):
+    with pytest.raises(UserError, match="not a run directory"):
         load_run(str(project / "nowhere" / "tiny"), (), None)
 
 

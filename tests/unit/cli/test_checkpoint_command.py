@@ -118,6 +118,7 @@ def test_prune(run: Path) -> None:
     assert checkpoint(run, "prune", "--keep", "1", "--yes").out == "there is nothing to delete\n"
 
 
+@pytest.mark.exhaustive
 def test_prune_deletes_nothing_while_the_run_trains_or_where_the_newest_is_damaged(run: Path) -> None:
     with lock_run_dir(run):
         assert "is being trained now" in checkpoint(run, "prune", "--keep", "1", "--yes", code=2).err

@@ -22,6 +22,7 @@ def read(text: str) -> dict[str, dict]:
     return {finding["where"]: finding for finding in json.loads(text)["findings"]}
 
 
+@pytest.mark.exhaustive
 def test_a_machine_and_a_configuration(project: Path) -> None:
     before = sorted(project.iterdir())
     done = run_cli("doctor", "config.yaml", "launch.nproc=2", "parallel.tensor=2", "--json", cwd=project)

@@ -137,6 +137,7 @@ def test_the_projects_own_test_passes(template: str, tmp_path: Path) -> None:
     assert not (project / "runs").exists()
 
 
+@pytest.mark.exhaustive
 def test_the_projects_own_test_can_fail(tmp_path: Path) -> None:
     project = make(tmp_path, "custom_task")
     config = project / "config.yaml"

@@ -211,7 +211,7 @@ def test_a_limit_of_the_run_loses_no_input(project: Path) -> None:
         ("own", "new.tsv", ("data.columns=[id, txt]",), ("encode", "self.has_labels")),
         ("classes", "new.tsv", ("data.rename={label: sentiment}",), ("'sentiment'", "data.rename=null")),
         ("classes", "new.tsv", ("--checkpoint", "999"), ("999", "12")),
-        ("nothing", "new.tsv", (), ("is not a run directory",)),
+        ("nothing", "new.tsv", (), ("not a run directory",)),
         ("classes", "new.tsv", ("data.test=x.tsv",), ("no file x.tsv",)),
     ],
 )

@@ -349,7 +349,7 @@ def test_a_killed_process_costs_no_step(caplog: pytest.LogCaptureFixture) -> Non
     assert "a process for preparing batches was killed" in caplog.text
 
 
-@pytest.mark.parametrize("kind", [OwnGenerator, ForkedGenerator, LateAttribute])
+@pytest.mark.parametrize("kind", some([OwnGenerator, ForkedGenerator, LateAttribute], 1))
 def test_what_a_process_makes_otherwise_is_made_at_its_step(kind: type[Any], caplog: pytest.LogCaptureFixture) -> None:
     found = []
     for options in ({"prefetch": False}, {"workers": 2}):

@@ -34,8 +34,6 @@ def test_what_has_changed_is_named(tmp_path: Path) -> None:
         explain_cache_miss(tmp_path, "train", changed) == "changed since the cached data: words/clean.py"
     )  # of the entry most like it
     assert str(explain_cache_miss(tmp_path, "train", {**MADE_OF, "words/new.py": "5"})).endswith(": words/new.py")
-    in_words = str(explain_cache_miss(tmp_path, "train", {**MADE_OF, "the task's facts": "5"}))
-    assert in_words.endswith(": the dataset metadata")
     assert explain_cache_miss(tmp_path, "validation", MADE_OF) == f"no validation data are cached in {tmp_path}"
     many = {f"{number}.py": "" for number in range(7)}
     assert str(explain_cache_miss(tmp_path, "train", {**MADE_OF, **many})).endswith(

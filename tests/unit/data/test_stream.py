@@ -280,6 +280,7 @@ def test_two_ranks_train_the_batches_of_one(at_two_ranks: list[tuple[Case, list[
     assert any(step.padding for _, of_ranks in at_two_ranks for steps in of_ranks for step in steps)
 
 
+@pytest.mark.exhaustive
 def test_what_two_ranks_saved_goes_on_at_one_and_at_three(
     at_two_ranks: list[tuple[Case, list[list[Step]]]],
 ) -> None:

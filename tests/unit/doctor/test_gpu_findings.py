@@ -63,6 +63,7 @@ def test_a_torch_that_is_broken(body: str, timeout: float, says: str, tmp_path: 
     assert "import torch" in found.remedy
 
 
+@pytest.mark.exhaustive
 def test_a_driver_whose_gpus_torch_does_not_see(cpu: dict[str, Any]) -> None:
     reason = "The NVIDIA driver on your system is too old (found version 11040)."
     for build in ({"cuda": None}, {"cuda": "12.8", "reason": reason}):

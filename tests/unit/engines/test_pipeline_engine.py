@@ -248,6 +248,7 @@ def resume_all() -> list[Any]:
         return [norms, skipped, same, after.values["scaler"]["scale"], refused]
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_goes_on_from_any_checkpoint_and_skips_an_overflow_on_every_rank() -> None:
     for norms, skipped, same, scale, refused in run_ranks(resume_all, 2):
         assert norms[1] == pytest.approx(norms[0], rel=1e-3)

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import precision_recall_fscore_support
-from sklearn.preprocessing import MultiLabelBinarizer
 
 from drawbar.metrics.metric_registry import BUILT_IN_METRICS
 from drawbar.metrics.scores import positive_class, with_task_classes
@@ -138,11 +136,15 @@ def test_multi_label_with_one_class() -> None:
     assert score("precision_samples", [["a"], ["a"], []], [["a"], [], []]) == pytest.approx(1 / 3)
 
 
+@pytest.mark.exhaustive
 @given(pairs=LABEL_SETS)
 def test_multi_label_is_what_scikit_learn_says(pairs: list[tuple[list[str], list[str]]]) -> None:
     predictions, references = [p for p, _ in pairs], [r for _, r in pairs]
     classes = sorted(set().union(*predictions, *references))
     assume(len(classes) > 1)
+    from sklearn.metrics import precision_recall_fscore_support  # here: it takes seconds to import
+    from sklearn.preprocessing import MultiLabelBinarizer
+
     found, true = (MultiLabelBinarizer(classes=classes).fit_transform(items) for items in (predictions, references))
     for average in ("macro", "micro", "samples"):
         expected = precision_recall_fscore_support(true, found, average=average, zero_division=0)

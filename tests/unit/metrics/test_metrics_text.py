@@ -8,7 +8,6 @@ import pytest
 import sacrebleu
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rouge_score.rouge_scorer import RougeScorer
 
 from drawbar.metrics.metric_registry import BUILT_IN_METRICS
 
@@ -80,6 +79,8 @@ def test_rouge_sum_takes_lines_for_sentences() -> None:
 
 def test_rouge_is_the_mean_of_the_library_without_stemming() -> None:
     predictions, references = ["the cats sat", "a dog", ""], ["the cat sat", "the dog ran", "x"]
+    from rouge_score.rouge_scorer import RougeScorer  # here: it takes seconds to import
+
     scorer = RougeScorer(["rougeL"], use_stemmer=False)
     each = [scorer.score(r, p)["rougeL"].fmeasure for p, r in zip(predictions, references, strict=True)]
     assert scores("rouge", predictions, references)["rougeL"] == pytest.approx(sum(each) / 3)

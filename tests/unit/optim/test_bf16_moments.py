@@ -179,6 +179,7 @@ class Launches(StepOperators):
         return True
 
 
+@pytest.mark.exhaustive
 def test_a_step_is_about_one_launch_a_tensor(compiled: bf16_moments.Rounding, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 

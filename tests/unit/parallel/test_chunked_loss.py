@@ -159,6 +159,7 @@ def compiles() -> None:
     _compiled_kernels.cache_clear()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("compiles")
 @pytest.mark.parametrize("capped", some([False, True], 1))
 def test_compiled_it_is_the_same_within_rounding(capped: bool) -> None:

@@ -93,6 +93,7 @@ def test_rounding_passes(trained: tuple[Trace, Reference]) -> None:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("step", [1, STEPS])
 def test_a_gradient_that_is_a_fifth_too_large_is_caught(trained: tuple[Trace, Reference], step: int) -> None:
     trace, reference = trained

@@ -311,6 +311,7 @@ def test_a_model_whose_sequences_cannot_be_cut_is_not_planned_with_context(
         group.main([*plan, "task.type=own_model:Own"], standalone_mode=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("project")
 def test_the_command_refuses_what_does_not_fit_and_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     def plan(*arguments: str) -> Any:

@@ -32,6 +32,7 @@ def project(tmp_path: Path) -> Path:
     return write_points(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_is_the_same_run(project: Path) -> None:
     settings = ("optim.schedule=constant", "optim.lr=0.1", "tracking.log_every=1")
     fit_in(project, "run.name=whole", "train.steps=8", *settings, task=TransposedPoints)

@@ -472,7 +472,7 @@ def test_a_stream_keeps_its_lanes_and_a_fork_finds_its_place(
 ) -> None:
     settings = ("data.streaming=true", "data.validation=null", "eval.every=null", "train.steps=8")
     fit(*settings, "data.stream_lanes=12", "data.shuffle_buffer=48")
-    with pytest.raises(UserError, match=r"set data.shuffle_buffer=48 data.stream_lanes=12; or"):
+    with pytest.raises(UserError, match=r"set data.shuffle_buffer=48 data.stream_lanes=12; for a new one"):
         fit(*settings)
     capfd.readouterr()
     steps = (*settings[:-1], "train.steps=10")

@@ -25,6 +25,7 @@ def test_seconds() -> None:
     assert [interval_seconds(text) for text in ("90s", "30min", "2h", "1d")] == [90, 1800, 7200, 86400]
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_every_second(fit: Fit, run: Path) -> None:
     fit("checkpoint={every: 1s, keep: 100, keep_best: false}", "eval.every=null", callbacks=[Slow()])
     saved = saved_steps(run)

@@ -108,6 +108,7 @@ def task_of(make: Callable[[int], nn.Module]) -> type[CausalLM]:
     return Odd
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("make", some([Scale, Expanded, Teacher, ShortIntegers, EightBits, Empty], 2))
 def test_a_strategy_changes_nothing_and_a_resumed_run_is_the_same(
     make: Callable[[int], nn.Module], fit: Fit, run: Path
