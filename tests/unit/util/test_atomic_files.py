@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from drawbar.commands.output_files import check_output, write_lines
-from drawbar.data.cache import replace_text
 from drawbar.errors import UserError
 from drawbar.report.page import check_target, write_page
 from drawbar.util.atomic_files import write_atomically, write_durably
@@ -22,7 +21,6 @@ TEXT = '{"a": 1}\n'
 WRITERS: dict[str, Callable[[Path], object]] = {
     "durably": lambda path: write_durably(path, TEXT),
     "atomically": lambda path: write_atomically(path, TEXT.encode()),
-    "heartbeat": lambda path: replace_text(path, TEXT),
     "lines": lambda path: write_lines(path, [{"a": 1}]),
     "page": lambda path: write_page(TEXT.encode(), path, "--to"),
 }
