@@ -268,8 +268,8 @@ def encode_split(task: Task, opened: OpenedSplit, config: RunConfig, world: Dist
     if samples.skipped:
         count = f"{samples.skipped_count:,} bad record{'' if samples.skipped_count == 1 else 's'}"
         logger.warning("%s: %s left out:\n  %s", name, count, "\n  ".join(samples.skipped[:SHOWN_BAD_RECORDS]))
-    fingerprints = world.gather(samples.fingerprint)
-    if fingerprints is not None and len(set(fingerprints)) > 1:
+    fingerprints = world.all_gather(samples.fingerprint)
+    if len(set(fingerprints)) > 1:
         odd = next(rank for rank, found in enumerate(fingerprints) if found != fingerprints[0])
         raise UserError(
             f"rank {odd} reads other {name} data than rank 0",

@@ -99,18 +99,22 @@ def build_task(
     context = TaskContext(
         config, has_checkpoint=has_checkpoint, has_labels=has_labels, trains=trains, initial_model=initial_model
     )
-    if world.is_rank0:
-        with world.working("building the task"):
-            context = replace(context, **_saved_parts(task_type, config, source_run_dir))
-            task = make_task(task_type, context)
-            with name_failing_method(task):
-                parts = task.tokenizer, task.dataset_metadata
-                if context.tokenizer is None and isinstance(task, PretrainedTask):
-                    _log_tokenizer(task)
-    tokenizer, metadata = world.from_rank0(lambda: parts, "building the task")
-    if not world.is_rank0:
-        return make_task(task_type, replace(context, tokenizer=tokenizer, dataset_metadata=metadata))
-    return task
+    of_rank0: list[Task] = []
+
+    def build() -> tuple[Any, Any]:
+        saved = _saved_parts(task_type, config, source_run_dir)
+        task = make_task(task_type, replace(context, **saved))
+        of_rank0.append(task)
+        with name_failing_method(task):
+            parts = task.tokenizer, task.dataset_metadata
+            if "tokenizer" not in saved and isinstance(task, PretrainedTask):
+                _log_tokenizer(task)
+        return parts
+
+    tokenizer, metadata = world.from_rank0(build, "building the task")
+    if of_rank0:
+        return of_rank0[0]
+    return make_task(task_type, replace(context, tokenizer=tokenizer, dataset_metadata=metadata))
 
 
 def check_script(task_type: type[Task], config: RunConfig) -> None:
