@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -287,14 +288,15 @@ def checkpoint_of(config: RunConfig, checkpoint: str | None, world: Distributed)
 def open_checkpoint(task: Task, config: RunConfig, checkpoint: str | None, world: Distributed) -> tuple[Engine, int]:
     """An engine with the weights of a checkpoint (see ``checkpoint_of``), and its step."""
     path = checkpoint_of(config, checkpoint, world)
-    with explain_unusable(path):
-        snapshot = read_on_all_ranks(path, world)
-    seed_everything(config.run.seed)  # as in training: a task's randomly drawn frozen weights are not in checkpoints
-    engine = build_engine(task, with_cross_entropy_of(config, snapshot.state), world)
-    seed_everything(config.run.seed, world.dims.seed_rank(world.rank))
-    warn_of_other_base(snapshot, engine.base)
-    with explain_unusable(path):
-        run_on_all_ranks(path, world, f"loading {path}", lambda: engine.load_model(snapshot.model))
+    with ExitStack() as reading:
+        with explain_unusable(path):
+            snapshot = reading.enter_context(read_on_all_ranks(path, world))
+        seed_everything(config.run.seed)  # as in training: checkpoints lack a task's randomly drawn frozen weights
+        engine = build_engine(task, with_cross_entropy_of(config, snapshot.state), world)
+        seed_everything(config.run.seed, world.dims.seed_rank(world.rank))
+        warn_of_other_base(snapshot, engine.base)
+        with explain_unusable(path):
+            run_on_all_ranks(path, world, f"loading {path}", lambda: engine.load_model(snapshot.model))
     logger.info("checkpoint: %s", path)
     return engine, snapshot.step
 
