@@ -287,9 +287,11 @@ def _cache_inputs(
     """Digests of everything that the samples depend on, by name; None if any of it cannot be hashed."""
     with world.working(f"reading {name}"), name_failing_method(task):
         inputs = cache_inputs(task, name == "train")
-    if inputs is None:
-        return None
-    of_records = digest_for_all(records, digests, world) if isinstance(records, Records) else records_digest(records)
+        if inputs is None:
+            return None
+        of_records = None if isinstance(records, Records) else records_digest(records)
+    if isinstance(records, Records):
+        of_records = digest_for_all(records, digests, world)
     return None if of_records is None else {"the records": of_records, **inputs}
 
 
