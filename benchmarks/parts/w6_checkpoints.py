@@ -206,7 +206,8 @@ def bytes_of_loading(folder: str, shape: tuple[int, int], strategy: list[str]) -
     with ExitStack() as stack:
         run = open_task([*_settings(shape, folder), *strategy], stack)
         engine = run.engine()
-        found = read_on_all_ranks(Path(folder) / "checkpoints" / "step-00000001", run.world)
+        checkpoint = Path(folder) / "checkpoints" / "step-00000001"
+        found = stack.enter_context(read_on_all_ranks(checkpoint, run.world))
         before = _bytes_read()
         engine.load(EngineState(found.model, found.optimizer, found.state["engine"]))
         read = _bytes_read() - before

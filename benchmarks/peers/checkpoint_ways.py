@@ -70,8 +70,8 @@ class OfDrawbar:
             raise error
 
     def load(self, folder: Path) -> None:
-        found = read_on_all_ranks(folder / "step-00000001", self._world)
-        self._engine.load(EngineState(found.model, found.optimizer, found.state["engine"]))
+        with read_on_all_ranks(folder / "step-00000001", self._world) as found:
+            self._engine.load(EngineState(found.model, found.optimizer, found.state["engine"]))
 
 
 class OneFile:

@@ -11,6 +11,7 @@ import torch
 
 import drawbar
 from conftest import make_project
+from drawbar.checkpoint import read
 from drawbar.distributed import file_broadcast
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
@@ -54,6 +55,7 @@ Turn = tuple[tuple[int, ...], list[str], int | None]
 
 def in_turn(folder: str, *turns: Turn) -> list[int | str]:
     torch.set_num_threads(1)
+    read._MAX_OPEN_FILES = 1  # part files are opened when they are needed, as those of a large checkpoint
     rank = RankInfo.from_environment().rank
     return [
         fit(Path(folder), nodes[rank], settings, stop_at if rank == 0 else None) for nodes, settings, stop_at in turns

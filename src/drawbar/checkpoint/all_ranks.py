@@ -18,16 +18,17 @@ from drawbar.util.atomic_files import draft_of
 T = TypeVar("T")
 
 
-def read_on_all_ranks(path: Path, world: Distributed) -> Snapshot:
-    """Like ``open_snapshot``, on every rank. Nodes that do not see the files get a copy, which is gone when
-    the snapshot is.
+@contextmanager
+def read_on_all_ranks(path: Path, world: Distributed) -> Iterator[Snapshot]:
+    """Context with what ``open_snapshot`` returns, on every rank. Nodes that do not see the files get a copy, which is
+    deleted at the end, so read the tensors inside. Collective.
 
     Raises:
         Unusable: it is damaged, or of another format; on every rank.
         UserError: the disk cannot be read on some rank; on every rank.
     """
     with seen_by_all_nodes(path, MANIFEST_FILE, world) as folder:
-        return run_on_all_ranks(path, world, f"reading {path}", lambda: open_snapshot(folder))
+        yield run_on_all_ranks(path, world, f"reading {path}", lambda: open_snapshot(folder))
 
 
 def run_on_all_ranks(path: Path, world: Distributed, activity: str, work: Callable[[], T]) -> T:

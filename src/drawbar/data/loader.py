@@ -32,6 +32,8 @@ from drawbar.errors import UserError
 
 TOKEN_FIELDS = ("input_ids", "decoder_input_ids")
 """Fields of a sample; the longest determines its length in tokens."""
+_FAILED = 2**62
+"""In place of a number of micro-batches, where a rank cannot plan its step; larger than any number."""
 
 
 class Rows(Protocol):
@@ -161,10 +163,19 @@ class Loader(ABC, Generic[Batch]):
 
     def _max_over_ranks(self, micro_batches: int) -> int:
         """The largest number of micro-batches of any rank; the others add padding micro-batches up to it. Collective.
-        Waiting here for a rank that is still training does not count as waiting for batches."""
+        Waiting here for a rank that is still training does not count as waiting for batches.
+
+        Args:
+            micro_batches: this rank's number, or ``_FAILED``.
+
+        Raises:
+            OtherRankFailed: another rank passed ``_FAILED``.
+        """
         began = time.perf_counter()
         most = self.ranks.max(micro_batches)
         self._waited_for_ranks += time.perf_counter() - began
+        if micro_batches < most == _FAILED:
+            raise OtherRankFailed
         return most
 
     @abstractmethod
@@ -290,14 +301,18 @@ class TrainLoader(Loader[Batch]):
         )
         size, rank, ranks = stop - start, self.ranks.rank, self.ranks.size
         share = np.arange(start + rank * size // ranks, start + (rank + 1) * size // ranks)
-        rows = self.sampler.rows(epoch, share)
-        lengths = self.rows.lengths[rows]
+        try:
+            rows = self.sampler.rows(epoch, share)
+            lengths = self.rows.lengths[rows]
+            first = self.sampler.rows(epoch, np.arange(start, start + 1))
+        except Exception:
+            self._most_micro_batches(_FAILED, size)  # else the other ranks would wait for this one
+            raise
         chosen = [rows[places] for places in self.micro_batch.split(np.arange(len(rows)), lengths)]
         micro_batches = [PlannedMicroBatch(partial(raw_batch, self.rows, one, epoch)) for one in chosen]
         missing = self._most_micro_batches(len(chosen), size) - len(chosen)
-        if missing:
-            row = self.sampler.rows(epoch, np.arange(start, start + 1))  # the same row at any number of ranks
-            micro_batches += [PlannedMicroBatch(partial(raw_batch, self.rows, row, epoch), is_padding=True)] * missing
+        if missing:  # the same row at any number of ranks
+            micro_batches += [PlannedMicroBatch(partial(raw_batch, self.rows, first, epoch), is_padding=True)] * missing
         return StepPlan(micro_batches, int(lengths.sum()), after=self._planned)
 
     def _most_micro_batches(self, own: int, size: int) -> int:

@@ -8,7 +8,7 @@ were used: to go on, that block is read again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -211,6 +211,7 @@ class StreamLoader(Loader[Batch]):
         """The block of ``_planned``, once it is read."""
         self._ahead: tuple[Cursor, Future[BlockShare]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drawbar-stream")
+        self._is_closed = False
         self._padding: Rows | None = None
 
     @property
@@ -259,6 +260,11 @@ class StreamLoader(Loader[Batch]):
                 "stream is not exact",
                 ", ".join(changed),
             )
+
+    def close(self) -> None:
+        super().close()
+        self._is_closed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _plan_from(self, position: StreamPosition) -> None:
         """Let the next plan start at this position."""
@@ -383,6 +389,8 @@ class StreamLoader(Loader[Batch]):
                 records[number % mine].append(located)
         lanes = {}
         for index, of_lane in enumerate(records):
+            if self._is_closed:
+                raise CancelledError
             rows = self._encode(of_lane) if of_lane else None
             if rows is not None:
                 lanes[self.ranks.rank + index * self.ranks.size] = rows

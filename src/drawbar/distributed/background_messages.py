@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.05
 _LOG_SECONDS = 60.0
 """Seconds between log lines about the rank that this one waits for."""
 _SHORT_TIMEOUT_SECONDS = 10.0
-"""Timeout for a silent rank, once another rank of this node is known to be gone."""
+"""Timeout for a silent rank, once another rank is known to be gone."""
 
 
 class BackgroundMessages:
@@ -37,6 +37,7 @@ class BackgroundMessages:
         self._topic = topic
         self._timeout = world.timeout.total_seconds()
         self._period = min(self._timeout / 20, 5.0)
+        self._lost_a_rank = False
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -77,7 +78,7 @@ class BackgroundMessages:
 
         Raises:
             UserError: the sender sent no heartbeat for ``launch.timeout`` seconds (about 10 seconds, once a rank of
-                this node is gone), or the store is gone.
+                this node is gone or this exchange has lost one), or the store is gone.
         """
         try:
             self._wait(name, sender, activity)
@@ -103,7 +104,7 @@ class BackgroundMessages:
             unchanged = 0 if heartbeat != last else unchanged + 1
             last = heartbeat
             timeout = self._timeout
-            if self._world.lost_a_rank():
+            if self._lost_a_rank or self._world.lost_a_rank():
                 timeout = min(timeout, max(_SHORT_TIMEOUT_SECONDS, 3 * self._period))
             if unchanged * _POLL_SECONDS > timeout and not self._is_there(key):
                 raise self._lost(sender, activity, f"no heartbeat for {timeout:g}s")
@@ -118,6 +119,7 @@ class BackgroundMessages:
         return self._world.store.get(key) if self._is_there(key) else b""
 
     def _lost(self, rank: int, activity: str, reason: str) -> UserError:
+        self._lost_a_rank = True  # others, as those of the same node, may be gone too
         return UserError(
             f"rank {self._world.rank} waited in vain for rank {rank}, which was {activity}: {reason}",
             remedy="look at the log of that rank; to wait longer, set launch.timeout=SECONDS",

@@ -373,16 +373,25 @@ class Distributed:
 
         Args:
             what: the activity of rank 0, for messages on the waiting ranks: ``building the tokenizer``.
+
+        Raises:
+            UserError: ``make`` raised it; on every process.
         """
         if self.size == 1:
             return make()
-        box: list[T | None] = [None]
+        box: list[Any] = [None, None]
         if self.is_rank0:
             with self.working(what):
-                box = [make()]
+                try:
+                    box[0] = make()
+                except UserError as error:
+                    box[1] = error
         self.barrier(what)
         dist.broadcast_object_list(box, src=0, group=self._control)
-        return box[0]  # type: ignore[return-value]
+        result, failure = box
+        if failure is not None:
+            raise failure
+        return result
 
 
 class DataParallelRanks:

@@ -176,18 +176,15 @@ def _score(task: Task, split: Split, results: _RankResults, world: Distributed) 
     gathered = world.dp_ranks.gather_from_leaders(results.predictions)
     records: list[dict[str, Any]] = []
 
-    def score() -> dict[str, float] | EvaluationFailed:
+    def score() -> dict[str, float]:
         try:
             records.extend(_merge(task, split, [pair for part in gathered or [] for pair in part]))
             scores = _scores(task, split, loss, num_targets, records)
             return {name: float(value) for name, value in scores.items()}
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the other ranks wait for an answer
-            return EvaluationFailed.of(error, world)
+        except (Exception, SystemExit) as error:
+            raise EvaluationFailed.of(error, world) from error
 
-    scores = world.from_rank0(score, "scoring")
-    if isinstance(scores, EvaluationFailed):
-        raise scores
-    return Evaluation(scores, records)
+    return Evaluation(world.from_rank0(score, "scoring"), records)
 
 
 def _loader(

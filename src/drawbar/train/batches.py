@@ -268,8 +268,8 @@ def encode_split(task: Task, opened: OpenedSplit, config: RunConfig, world: Dist
     if samples.skipped:
         count = f"{samples.skipped_count:,} bad record{'' if samples.skipped_count == 1 else 's'}"
         logger.warning("%s: %s left out:\n  %s", name, count, "\n  ".join(samples.skipped[:SHOWN_BAD_RECORDS]))
-    fingerprints = world.gather(samples.fingerprint)
-    if fingerprints is not None and len(set(fingerprints)) > 1:
+    fingerprints = world.all_gather(samples.fingerprint)
+    if len(set(fingerprints)) > 1:
         odd = next(rank for rank, found in enumerate(fingerprints) if found != fingerprints[0])
         raise UserError(
             f"rank {odd} reads other {name} data than rank 0",
@@ -287,9 +287,11 @@ def _cache_inputs(
     """Digests of everything that the samples depend on, by name; None if any of it cannot be hashed."""
     with world.working(f"reading {name}"), name_failing_method(task):
         inputs = cache_inputs(task, name == "train")
-    if inputs is None:
-        return None
-    of_records = digest_for_all(records, digests, world) if isinstance(records, Records) else records_digest(records)
+        if inputs is None:
+            return None
+        of_records = None if isinstance(records, Records) else records_digest(records)
+    if isinstance(records, Records):
+        of_records = digest_for_all(records, digests, world)
     return None if of_records is None else {"the records": of_records, **inputs}
 
 

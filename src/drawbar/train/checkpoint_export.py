@@ -11,9 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drawbar.checkpoint.all_ranks import read_on_all_ranks
 from drawbar.checkpoint.format import Snapshot
-from drawbar.checkpoint.read import explain_unusable
+from drawbar.checkpoint.read import explain_unusable, read_snapshot
 from drawbar.checkpoint.space import rust_errors_as_oserror
 from drawbar.config.schema.run_config import LoraSection, RunConfig
 from drawbar.distributed.process_group import Distributed
@@ -76,8 +75,7 @@ class CheckpointExport:
         self._form = form
         self._task = task_of_run(task_type, config, world)
         self.path = checkpoint_of(config, checkpoint, world)
-        with explain_unusable(self.path):
-            snapshot = read_on_all_ranks(self.path, world)
+        snapshot = read_snapshot(self.path)
         self.step = snapshot.step
         self._whole = _checked(build_meta_model(self._task))
         self.model: nn.Module = self._whole

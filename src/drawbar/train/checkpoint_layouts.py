@@ -31,9 +31,8 @@ class SavePhases:
     early or after a failure.
 
     Args:
-        undo: removes this rank's files of the save. Called on rank 0 and on followers when a phase has failed, once
-            rank 0 has heard from every worker or given up on lost ones. Not called if rank 0 is lost, as the progress
-            of the others is then unknown.
+        undo: removes the files of the save. Called on rank 0 when a phase has failed, once it has heard from every
+            worker or given up on lost ones.
     """
 
     def __init__(self, messages: BackgroundMessages, rank: int, undo: Callable[[], None]) -> None:
@@ -72,7 +71,6 @@ class SavePhases:
             try:
                 decode_result(verdict, 0)
             except UserError as error:
-                self._undo()
                 raise failure or error from None
         if failure is not None:
             raise failure
@@ -222,8 +220,7 @@ class PartsLayout:
     ) -> None:
         """Runs in the background thread of every rank. ``common`` is None except on rank 0."""
         name, everyone, first = step_name(step), range(self._world.size), (0,)
-        undo = partial(self._directory.discard, name) if self._world.is_rank0 else lambda: None
-        phases = SavePhases(messages, self._world.rank, undo)
+        phases = SavePhases(messages, self._world.rank, undo=partial(self._directory.discard, name))
         begin = partial(self._begin, name, ensure_free_space)
         write_part = partial(self._write_part, step, shards)
         with messages.at_work():

@@ -245,23 +245,18 @@ def start_uploader(config: RunConfig, world: Distributed, stop: Stop) -> Checkpo
     """
     uploaders: list[CheckpointUploader] = []
 
-    def start() -> UserError | None:
+    def start() -> None:
         uploader = CheckpointUploader(config, stop)
         try:
             uploader.claim()
         except ObjectStoreError as error:
             if not uploader.has_local:
-                return error  # the run would lose nothing by ending now, and the error may be permanent
+                raise  # the run would lose nothing by ending now, and the error may be permanent
             logger.warning("checkpoints are not copied for now: %s", error.what)
-        except UserError as error:
-            return error
         uploader.start()
         uploaders.append(uploader)
-        return None
 
     if config.checkpoint.remote is None:
         return None
-    refusal = world.from_rank0(start, "opening the store of the checkpoints")
-    if refusal is not None:
-        raise refusal
+    world.from_rank0(start, "opening the store of the checkpoints")
     return uploaders[0] if uploaders else None

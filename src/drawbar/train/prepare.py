@@ -66,8 +66,6 @@ def prepare_run(
     """
     shares_disk = check_nodes_share_disk(request.config, world)
     start = world.from_rank0(partial(_find_start, request, lock), "looking for the newest checkpoint")
-    if start.refusal is not None:
-        raise start.refusal
     source_run_dir = run_dir_of(start.checkpoint, request.config.run_dir)
     resolved = resolve(request.config, start, world)
     model_folder = initial_model.provide(resolved.trained, source_run_dir, lock.take, world)
@@ -107,6 +105,8 @@ def _find_start(request: Request, lock: RunDirLock) -> RunStart:
     lock.take_if_run()  # before the disk is searched: another process may write there
     start = find_start_on_disk_or_store(find, request.config, request.resume)
     lock.take_if_run()  # the run directory may just have been downloaded from the object store
+    if start.refusal is not None:
+        raise start.refusal
     return start
 
 
@@ -147,14 +147,16 @@ def _open_directory(
     config = config.model_copy(update={"task": task.run_config.task})  # with the detected columns
     folder = config.run_dir
     checkpoints = CheckpointDirectory(folder / "checkpoints")
-    world.barrier("loading the checkpoint")  # all ranks have read it: remove_leftovers() below may rename it
-    with world.barrier_after("opening the run directory"):
-        if world.is_rank0:
-            checkpoints.set_aside(start.unusable)
-            saved = len(checkpoints.steps())
-            check_space(folder, required_bytes(checkpoint_bytes(engine), config.checkpoint.keep, saved))
-            lock.take()
-            write_config(config, start)  # first: from here on the same command resumes this run
-            save_task(task, folder)
-            checkpoints.remove_leftovers()
+
+    def prepare() -> None:
+        checkpoints.set_aside(start.unusable)
+        saved = len(checkpoints.steps())
+        check_space(folder, required_bytes(checkpoint_bytes(engine), config.checkpoint.keep, saved))
+        lock.take()
+        write_config(config, start)  # first: from here on the same command resumes this run
+        save_task(task, folder)
+        checkpoints.remove_leftovers()
+
+    world.barrier("loading the checkpoint")  # all ranks have read it: remove_leftovers() may rename it
+    world.from_rank0(prepare, "opening the run directory")
     open_log_file(folder, world.rank)

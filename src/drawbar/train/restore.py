@@ -46,8 +46,6 @@ def restore_engine(start: RunStart, engine: Engine, world: Distributed) -> tuple
 
 
 def _restore_from(checkpoint: Path, start: RunStart, engine: Engine, world: Distributed) -> Snapshot:
-    snapshot = read_on_all_ranks(checkpoint, world)
-
     def load() -> None:
         if start.weights_only:
             logger.info("the optimizer state in %s is not loaded: the optimizer starts fresh", checkpoint)
@@ -58,7 +56,8 @@ def _restore_from(checkpoint: Path, start: RunStart, engine: Engine, world: Dist
             check_base(snapshot, engine.base)
             engine.load(_engine_state(snapshot))
 
-    run_on_all_ranks(checkpoint, world, f"loading {checkpoint}", load)
+    with read_on_all_ranks(checkpoint, world) as snapshot:
+        run_on_all_ranks(checkpoint, world, f"loading {checkpoint}", load)
     return replace(snapshot, model={}, optimizer={})
 
 

@@ -55,8 +55,16 @@ class Run:
 
     def make_saver(self) -> Saver:
         """Create ``saver``, which the caller must close."""
-        parts = (self.engine, self.loader, self.world, self.shares_disk, self.stop, self.progress, self.validation)
-        self.saver = Saver(self.config, *parts)
+        self.saver = Saver(
+            self.config,
+            engine=self.engine,
+            loader=self.loader,
+            world=self.world,
+            shares_disk=self.shares_disk,
+            stop=self.stop,
+            progress=self.progress,
+            validation=self.validation,
+        )
         return self.saver
 
     @property

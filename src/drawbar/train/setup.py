@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,18 +100,22 @@ def build_task(
     context = TaskContext(
         config, has_checkpoint=has_checkpoint, has_labels=has_labels, trains=trains, initial_model=initial_model
     )
-    if world.is_rank0:
-        with world.working("building the task"):
-            context = replace(context, **_saved_parts(task_type, config, source_run_dir))
-            task = make_task(task_type, context)
-            with name_failing_method(task):
-                parts = task.tokenizer, task.dataset_metadata
-                if context.tokenizer is None and isinstance(task, PretrainedTask):
-                    _log_tokenizer(task)
-    tokenizer, metadata = world.from_rank0(lambda: parts, "building the task")
-    if not world.is_rank0:
-        return make_task(task_type, replace(context, tokenizer=tokenizer, dataset_metadata=metadata))
-    return task
+    of_rank0: list[Task] = []
+
+    def build() -> tuple[Any, Any]:
+        saved = _saved_parts(task_type, config, source_run_dir)
+        task = make_task(task_type, replace(context, **saved))
+        of_rank0.append(task)
+        with name_failing_method(task):
+            parts = task.tokenizer, task.dataset_metadata
+            if "tokenizer" not in saved and isinstance(task, PretrainedTask):
+                _log_tokenizer(task)
+        return parts
+
+    tokenizer, metadata = world.from_rank0(build, "building the task")
+    if of_rank0:
+        return of_rank0[0]
+    return make_task(task_type, replace(context, tokenizer=tokenizer, dataset_metadata=metadata))
 
 
 def check_script(task_type: type[Task], config: RunConfig) -> None:
@@ -283,14 +288,15 @@ def checkpoint_of(config: RunConfig, checkpoint: str | None, world: Distributed)
 def open_checkpoint(task: Task, config: RunConfig, checkpoint: str | None, world: Distributed) -> tuple[Engine, int]:
     """An engine with the weights of a checkpoint (see ``checkpoint_of``), and its step."""
     path = checkpoint_of(config, checkpoint, world)
-    with explain_unusable(path):
-        snapshot = read_on_all_ranks(path, world)
-    seed_everything(config.run.seed)  # as in training: a task's randomly drawn frozen weights are not in checkpoints
-    engine = build_engine(task, with_cross_entropy_of(config, snapshot.state), world)
-    seed_everything(config.run.seed, world.dims.seed_rank(world.rank))
-    warn_of_other_base(snapshot, engine.base)
-    with explain_unusable(path):
-        run_on_all_ranks(path, world, f"loading {path}", lambda: engine.load_model(snapshot.model))
+    with ExitStack() as reading:
+        with explain_unusable(path):
+            snapshot = reading.enter_context(read_on_all_ranks(path, world))
+        seed_everything(config.run.seed)  # as in training: checkpoints lack a task's randomly drawn frozen weights
+        engine = build_engine(task, with_cross_entropy_of(config, snapshot.state), world)
+        seed_everything(config.run.seed, world.dims.seed_rank(world.rank))
+        warn_of_other_base(snapshot, engine.base)
+        with explain_unusable(path):
+            run_on_all_ranks(path, world, f"loading {path}", lambda: engine.load_model(snapshot.model))
     logger.info("checkpoint: %s", path)
     return engine, snapshot.step
 

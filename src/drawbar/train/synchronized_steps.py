@@ -74,6 +74,7 @@ def synchronized_steps(
             pass  # that rank requests the stop
         except Exception as caught:  # noqa: BLE001 - the trainer raises it after saving
             error = caught
+            _log_whole(error)  # first: if another rank is gone, agreeing raises another error
             stop.request(Reason.NO_BATCH)
         num_targets, num_tokens = stop.agree_and_sum(*counts)
         if stop.has_agreed:
@@ -99,7 +100,7 @@ def make_step(engine: Engine, agreed: SynchronizedStep) -> StepResult:
     except UserError as error:
         if error.__cause__ is not None and _raised_in_collective(error.__cause__):
             raise error.__cause__ from None  # a peer is gone: not the fault of the method that waited for it
-        log_to_file("".join(traceback.format_exception(error)).rstrip())
+        _log_whole(error)
         if not agreed.is_first:
             error.exit_code = ExitCode.FAILED
             error.remedy = f"{error.remedy}; the same command resumes from the newest checkpoint, if there is one"
@@ -111,9 +112,11 @@ def _raised_in_collective(error: BaseException) -> bool:
     return isinstance(error, DistError) or not files.isdisjoint(_COLLECTIVE_FILES)
 
 
+def _log_whole(error: Exception) -> None:
+    log_to_file("".join(traceback.format_exception(error)).rstrip())
+
+
 def _step_error(error: Exception) -> UserError:
-    if not isinstance(error, UserError) or error.__cause__ is not None:
-        log_to_file("".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, UserError):
         return error
     failure = UserError(

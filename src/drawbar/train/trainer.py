@@ -99,12 +99,13 @@ class Trainer:
         for note in self._notes:
             logger.info("%s", note)
         lock = RunDirLock(self.config.run_dir)
+        world = Distributed(rank_info, device, self.config.launch.timeout, dims)
         try:
             with (
                 errors_in_log(),
                 explain_disk_errors(self.config.run_dir),
-                Distributed(rank_info, device, self.config.launch.timeout, dims) as world,
-                Stop(world) as stop,
+                Stop(world) as stop,  # outside: a signal while the ranks part must not ask for a restart
+                world,
                 InitialModel(self.config.run_dir) as initial_model,
             ):
                 check_allreduce(world, self.config.run_dir)
@@ -112,7 +113,7 @@ class Trainer:
                 run = prepare_run(self._request, lock, initial_model, world, stop, console, own_trackers)
                 train(run, self.callbacks)
                 run.engine.close()
-                return Outcome(stop.exit_code, run.config.run_dir, run.progress)
+                return Outcome(_exit_code(run), run.config.run_dir, run.progress)
         finally:
             console.stop()
             lock.release()
@@ -168,6 +169,12 @@ def _loop(run: Run, own: Sequence[Callback], guarded: Sequence[GuardedCallback])
         share_failures(guarded, run.world)
     for callback in run.callbacks:
         callback.on_train_end(run.handle)
+
+
+def _exit_code(run: Run) -> ExitCode:
+    """DONE for a complete run, even if a signal came in its last step: there is nothing to start again for."""
+    was_signalled = run.stop.reason in (Reason.REQUEUE, Reason.INTERRUPTED)
+    return ExitCode.DONE if was_signalled and run.is_complete() else run.stop.exit_code
 
 
 def _final_message(run: Run) -> str:

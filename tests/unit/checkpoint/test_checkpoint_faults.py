@@ -180,10 +180,14 @@ def test_what_is_wrong_for_one_rank_is_wrong_for_all(directory):
     """Here the other rank has found damage, or cannot read the disk."""
     newest = directory.path / "step-00000003"
     first = file_entry(newest / "manifest.json").sha256, True
-    assert read_on_all_ranks(newest, SecondRank(first, None)).step == 3
+    with read_on_all_ranks(newest, SecondRank(first, None)) as snapshot:
+        assert snapshot.step == 3
     for failure in (
         Damaged("optimizer-00000.safetensors is missing"),
         UserError("cannot read", remedy="mend the disk"),
     ):
-        with pytest.raises(type(failure), match=str(failure).splitlines()[0]):
-            read_on_all_ranks(newest, SecondRank(first, failure))
+        with (
+            pytest.raises(type(failure), match=str(failure).splitlines()[0]),
+            read_on_all_ranks(newest, SecondRank(first, failure)),
+        ):
+            pass

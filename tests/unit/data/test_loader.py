@@ -1,3 +1,4 @@
+import errno
 import itertools
 import json
 import random
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawbar.data.dataset import EncodedDataset, encode_records
-from drawbar.data.loader import EvalLoader, MicroBatchSize, SampleRows, TrainLoader
+from drawbar.data.loader import EvalLoader, MicroBatchSize, OtherRankFailed, SampleRows, TrainLoader
 from drawbar.data.packing import PackedRows, plan_rows
 from drawbar.data.prefetch import BatchMaker, MicroBatch, Prefetcher
 from drawbar.data.sampler import Grouped, InOrder, Sampler, Shuffled, order
@@ -281,6 +282,19 @@ def test_ranks_with_short_rows_run_padding_micro_batches_too() -> None:
     ranks = loaders(dataset([9, 8, 3, 2]), 4, MicroBatchSize(tokens=10), 2, InOrder(4))
     dealt = [[(micro.batch, not micro.is_padding) for micro in all_] for _, all_ in steps_of(ranks, 0, 1)[0]]
     assert dealt == [[([0], True), ([1], True)], [([2, 3], True), ([0], False)]]
+
+
+def test_ranks_do_not_wait_for_one_that_cannot_plan_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = loaders(dataset([3] * 8), 4, MicroBatchSize(tokens=10), 2, InOrder(8))
+
+    class Unreadable:
+        def __getitem__(self, rows: Any) -> Any:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(second.rows, "lengths", Unreadable())
+    with ThreadPoolExecutor(2) as pool:
+        planned = [pool.submit(list, rank.steps(0, 1)) for rank in (first, second)]
+    assert [type(one.exception()) for one in planned] == [OtherRankFailed, OSError]
 
 
 def test_changed_data_is_refused() -> None:

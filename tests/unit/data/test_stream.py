@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -416,6 +417,26 @@ def test_a_weighted_source_that_the_limit_leaves_out_is_an_error(tmp_path: Path)
     loader = Case((20, 20), weights=(1.0, 1.0), global_batch=30).loader(alone(), sources=streams)
     with pytest.raises(UserError, match="a source with a weight gave no samples: the sources before it use up"):
         next(loader.steps(0, 1))
+
+
+def test_a_closed_stream_encodes_no_further_lane() -> None:
+    ahead, goes_on = threading.Event(), threading.Event()
+    encoded: set[int] = set()
+
+    def encode(record: dict[str, Any]) -> list[Sample]:
+        encoded.add(record["number"])
+        if record["number"] >= 12:  # in the second block
+            ahead.set()
+            goes_on.wait(60)
+        return one_sample_of(record)
+
+    loader = Case((60,), prefetch=False).loader(alone(), encode)
+    next(loader.steps(0, 9))
+    assert ahead.wait(60)
+    loader.close()
+    goes_on.set()
+    loader._thread.shutdown()
+    assert sorted(encoded) == [*range(13), 18]
 
 
 def test_an_error_of_the_stream_is_raised_in_its_step() -> None:

@@ -41,6 +41,22 @@ def collectives() -> dict[str, Any]:
         }
 
 
+def refused_by_rank0() -> tuple[str, int, float]:
+    """The error, and a sum after it: all ranks are still together."""
+    with Distributed(RankInfo.from_environment(), CPU, timeout=60) as world:
+
+        def make() -> None:
+            raise UserError("no room", where="the disk", remedy="make some", exit_code=ExitCode.FAILED)
+
+        with pytest.raises(UserError) as caught:
+            world.from_rank0(make, "making it")
+        return str(caught.value), caught.value.exit_code, world.sum(1.0)
+
+
+def test_what_rank_0_refuses_all_ranks_refuse() -> None:
+    assert run_ranks(refused_by_rank0, 2) == [("no room\n  where: the disk\n  fix:   make some", 1, 2.0)] * 2
+
+
 def one_world_after_the_other() -> list[float]:
     totals = []
     for _ in range(4):

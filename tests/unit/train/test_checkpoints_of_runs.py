@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from drawbar import Callback, RunHandle
 from drawbar.errors import ExitCode, UserError
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
@@ -78,6 +79,25 @@ def test_without_keep_best_only_the_newest(settings: tuple[str, ...], steps: lis
     fit(*ACCURACY, "checkpoint.keep_best=false", *settings, task=Scripted)
     assert saved(run) == steps
     assert not (run / "checkpoints" / "best.json").exists()
+
+
+class Saves(Callback):
+    """Keeps the names of the checkpoints that it is told of."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_save(self, run: RunHandle, checkpoint: Path) -> None:
+        self.seen.append(checkpoint.name)
+
+
+def test_callbacks_hear_of_the_best_checkpoint_of_another_run(fit: Fit, run: Path) -> None:
+    short = ("optim.warmup=0", "eval.every=2", "checkpoint.every=null")
+    fit("train.steps=2", *short)
+    saves = Saves()
+    best = str(run / "checkpoints" / "step-00000002")
+    fit("run.name=other", "train.steps=3", *short, resume=best, callbacks=[saves])
+    assert saves.seen == ["step-00000002", "step-00000003"]
 
 
 def test_a_run_without_validation_saves_at_its_end(fit: Fit, run: Path) -> None:

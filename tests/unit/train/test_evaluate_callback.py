@@ -125,6 +125,16 @@ def test_an_evaluation_that_was_given_up_is_made_when_the_run_goes_on(tmp_path: 
     assert [json.loads(line)["step"] for line in resumed.metrics.read_text().splitlines()] == [4]
 
 
+def test_a_metric_that_no_score_has_stops_the_run(tmp_path: Path) -> None:
+    script = Script(tmp_path, EvalSection(every=4, metric="f1"), [1.0])
+    script.run(12, 12)
+    assert script.progress.step == 4
+    failure = script.stop.failure()
+    assert failure is not None
+    assert failure.what.startswith("eval.metric is 'f1', but the scores are loss, other")
+    assert failure.exit_code == ExitCode.FAILED
+
+
 def test_the_evaluation_at_the_start_is_that_of_a_new_run(tmp_path: Path) -> None:
     script = Script(tmp_path, EvalSection(every=4, at_start=True), [1.0] * 2)
     script.callback.on_train_start(script.handle(12))

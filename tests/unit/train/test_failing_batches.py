@@ -12,6 +12,7 @@ from conftest import WORDS
 from drawbar.errors import ExitCode, UserError
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
+from drawbar.train.stop import Stop
 from harness import run_cli
 from runs import Fit, fit_in, losses, weights
 
@@ -72,6 +73,23 @@ def test_steps_before_a_failing_collate_are_saved(fit: Fit, run: Path, monkeypat
     assert losses(run) == whole
     for name, tensor in weights(run, 12).items():
         assert torch.equal(tensor, final[name]), name
+
+
+def test_the_cause_is_logged_though_the_ranks_cannot_agree(
+    fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agree = Stop.agree_and_sum
+
+    def agree_or_fail(stop: Stop, *values: float) -> list[float]:
+        if stop.wanted:
+            raise RuntimeError("another rank is gone")
+        return agree(stop, *values)
+
+    monkeypatch.setattr(Stop, "agree_and_sum", agree_or_fail)
+    monkeypatch.setattr(Counting, "good_batches", 15)
+    with pytest.raises(RuntimeError, match="another rank is gone"):
+        fit(*RARE, task=Counting)
+    assert "ValueError: planted" in (run / "logs" / "rank-0000.log").read_text()
 
 
 def test_an_error_in_the_first_batches_is_a_wrong_request(fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

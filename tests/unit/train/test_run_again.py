@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from drawbar import Callback, RunHandle, StepInfo
+from drawbar.distributed.process_group import Distributed
 from drawbar.errors import ExitCode, UserError
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
@@ -37,6 +38,7 @@ class Interrupted(CausalLM):
 
     __qualname__ = "CausalLM"  # the run goes on with the class of this name
     fails = False
+    told_in = 6
     tokenizers_built = 0
 
     def __init__(self, run_config: Any) -> None:
@@ -49,11 +51,37 @@ class Interrupted(CausalLM):
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         self.steps += model.training
-        if model.training and self.steps == 6:
+        if model.training and self.steps == self.told_in:
             if self.fails:
                 raise ValueError("planted")
             os.kill(os.getpid(), signal.SIGTERM)
         return super().forward(model, batch)
+
+
+class InterruptedLast(Interrupted):
+    __qualname__ = "CausalLM"
+    told_in = 24
+
+
+def test_a_signal_in_the_last_step_asks_for_no_restart(fit: Fit) -> None:
+    assert fit("data.validation=null", "eval.every=null", task=InterruptedLast).exit_code == ExitCode.DONE
+
+
+def test_a_signal_while_the_ranks_part_asks_for_no_restart(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = Distributed.__exit__
+
+    def told(world: Distributed, *error: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        part(world, *error)
+
+    monkeypatch.setattr(Distributed, "__exit__", told)
+    outside: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: outside.append(number))
+    try:
+        assert fit("train.steps=3").exit_code == ExitCode.DONE
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not outside
 
 
 class Failing(Interrupted):

@@ -2,6 +2,7 @@
 
 import math
 
+from drawbar.errors import UserError
 from drawbar.evaluation.scoring import Evaluation, EvaluationFailed, unknown_metric, write_results
 from drawbar.runtime.log import log_to_file, logger
 from drawbar.train.callback import Callback, RunHandle
@@ -34,15 +35,18 @@ class EvaluateCallback(Callback):
     def _evaluate(self, progress: RunProgress) -> None:
         try:
             evaluation = self._run.evaluate()
-            if evaluation is None:
-                logger.info("the evaluation of step %d is abandoned; it runs when the run resumes", progress.step)
-                return
-            score = self._score(evaluation.scores)
         except EvaluationFailed as error:
-            logger.warning("the evaluation of step %d failed: the run saves and stops", progress.step)
             log_to_file(error.trace)
-            self._run.stop.fail(error)
+            self._fail(progress, error)
             return
+        if evaluation is None:
+            logger.info("the evaluation of step %d is abandoned; it runs when the run resumes", progress.step)
+            return
+        if self._config.metric not in evaluation.scores:
+            remedy = "set eval.metric to one of them, and start over under another run.name"
+            self._fail(progress, unknown_metric(self._config.metric, evaluation.scores, remedy))
+            return
+        score = evaluation.scores[self._config.metric]
         progress.evaluated_step = progress.step
         values = {f"eval/validation/{name}": score for name, score in evaluation.scores.items()}
         with self._run.world.working("writing the scores"):
@@ -61,11 +65,9 @@ class EvaluateCallback(Callback):
                 BestScore(step=progress.best_step, metric=self._config.metric, score=progress.best_score)
             )
 
-    def _score(self, scores: dict[str, float]) -> float:
-        if self._config.metric not in scores:
-            remedy = "set eval.metric to one of them, and start over under another run.name"
-            raise EvaluationFailed.of(unknown_metric(self._config.metric, scores, remedy), self._run.world)
-        return scores[self._config.metric]
+    def _fail(self, progress: RunProgress, error: UserError) -> None:
+        logger.warning("the evaluation of step %d failed: the run saves and stops", progress.step)
+        self._run.stop.fail(error)
 
     def _write(self, evaluation: Evaluation, step: int) -> None:
         try:

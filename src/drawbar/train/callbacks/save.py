@@ -45,7 +45,7 @@ class SaveScoreCallback(Callback):
         # usually updates only the progress in that step's checkpoint; after ``--resume PATH`` of another run's best
         # checkpoint, saves a full one, which this run keeps as its own
         if run.step > 0 and self._is_due(run.progress):
-            self._run.saver.save(run.progress)
+            _save(self._run, run.progress)
 
     def on_step(self, run: RunHandle, info: StepInfo) -> None:
         if self._is_due(info.progress):
@@ -81,8 +81,12 @@ class TimedSaveCallback(Callback):
 def save(run: Run, info: StepInfo) -> None:
     """Save this step; if it already has a checkpoint, update only the progress in it."""
     check_finite(info, run.saver)
+    _save(run, info.progress)
+
+
+def _save(run: Run, progress: RunProgress) -> None:
     saved = run.saver.last_saved_progress
     with run.meter.paused():
-        run.saver.save(info.progress)
-    if saved is None or saved.step != info.step:
-        run.announce_save(info.step)
+        run.saver.save(progress)
+    if saved is None or saved.step != progress.step:
+        run.announce_save(progress.step)
