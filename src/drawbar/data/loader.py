@@ -302,9 +302,8 @@ class TrainLoader(Loader[Batch]):
         size, rank, ranks = stop - start, self.ranks.rank, self.ranks.size
         share = np.arange(start + rank * size // ranks, start + (rank + 1) * size // ranks)
         try:
-            rows = self.sampler.rows(epoch, share)
+            first, rows = np.split(self.sampler.rows(epoch, np.concatenate(([start], share))), [1])
             lengths = self.rows.lengths[rows]
-            first = self.sampler.rows(epoch, np.arange(start, start + 1))
         except Exception:
             self._most_micro_batches(_FAILED, size)  # else the other ranks would wait for this one
             raise
