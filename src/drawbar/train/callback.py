@@ -63,8 +63,8 @@ class Callback:
     ``on_train_start``, ``on_step``, ``on_evaluate``, ``on_save`` and ``on_train_end`` may call a collective of
     ``torch.distributed`` if every rank does; ``on_exception`` must not, as the other ranks may be anywhere.
 
-    A callback that raises loses no step: the run saves the step just made, and ends with an error that names the
-    callback and the method.
+    If a callback raises, the run saves the step just made and ends with an error that names the callback and the
+    method. Only a rank that fails between collectives of its own leaves the others waiting, and that step unsaved.
     """
 
     def on_train_start(self, run: RunHandle) -> None:
