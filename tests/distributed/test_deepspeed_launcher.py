@@ -110,6 +110,7 @@ def test_what_is_wrong_is_told_once(tmp_path: Path) -> None:
     assert not (project / "runs" / "tiny").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("values", "named"),
     [

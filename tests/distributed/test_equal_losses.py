@@ -35,6 +35,7 @@ def test_micro_batch_does_not_change_the_losses(reference: Path, micro_batch: st
     check(reference, name)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("micro_batch", some(["1", "4"], 1))
 def test_two_processes_started_by_drawbar(reference: Path, micro_batch: str) -> None:
     name = f"two-{micro_batch}"

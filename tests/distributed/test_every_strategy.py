@@ -60,8 +60,8 @@ FOUR = {
     "pipeline and fsdp": ["strategy=fsdp", "pipeline=2"],
     "pipeline and tensor": ["pipeline=2", "tensor=2"],
 }
-OFTEN = {"ddp", "zero1", "fsdp", "tensor", "1f1b", "deepspeed 3"}
-OFTEN_OF_FOUR = {"tensor and fsdp", "pipeline and fsdp"}
+OFTEN = {"ddp", "fsdp", "tensor", "1f1b", "deepspeed 3"}
+OFTEN_OF_FOUR = {"tensor and fsdp"}
 CASES = params(
     [(2, name) for name in TWO] + [(4, name) for name in FOUR],
     [(2, name) for name in OFTEN] + [(4, name) for name in OFTEN_OF_FOUR],

@@ -28,6 +28,7 @@ from drawbar.data.sampler import InOrder
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.tasks.batch import Batch
+from exhaustive import params
 from harness import run_ranks
 from plans import plan_of, rows_of
 from tiny import CPU, LENGTH, VOCABULARY, Numbers, tiny_config, tiny_task, unchecked_engine, vector
@@ -158,7 +159,7 @@ def test_one_process(case: Case) -> None:
         check(case, train(case, world))
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", params([2, 3], often=[3]))
 def test_several_processes(processes: int) -> None:
     """Many cases in one group of processes, which costs more to start than all of them to run."""
     chosen = [*HARD_CASES, *drawn(25)]

@@ -307,6 +307,7 @@ def test_a_run_stays_as_it_is(case: Case, finished: Path, tmp_path: Path) -> Non
     check_refused(case, project)
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_another_process_trains(finished: Path, tmp_path: Path) -> None:
     project = tmp_path / "project"
     shutil.copytree(finished, project)
@@ -350,6 +351,7 @@ def leaves_a_sign(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
+@pytest.mark.exhaustive
 def test_a_metric_that_a_task_of_ones_own_does_not_have(project: Path) -> None:
     """What ``score`` returns is found out on a few samples, before the run begins."""
     (project / "mine.py").write_text(SCORED)

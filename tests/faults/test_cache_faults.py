@@ -125,6 +125,7 @@ def expected_items() -> list[Any]:
     return [[list(range(1 + n % 5)), str(n)] for n in range(60)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", params([0, 1], often=[0]))
 def test_three_processes_encode_once(tmp_path: Path, workers: int) -> None:
     encoder = Encoder(tmp_path / "calls")

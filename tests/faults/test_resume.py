@@ -46,6 +46,7 @@ def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return project, request.param
 
 
+@pytest.mark.exhaustive
 def test_killed_at_random_steps(uninterrupted: tuple[Path, int], tmp_path: Path) -> None:
     whole, processes = uninterrupted
     project = make_project(tmp_path)

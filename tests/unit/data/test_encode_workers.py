@@ -140,6 +140,7 @@ def test_auto_starts_workers_for_much_work(monkeypatch: pytest.MonkeyPatch) -> N
     assert dataset.record_of.tolist() == list(range(500))
 
 
+@pytest.mark.exhaustive
 def test_the_first_bad_record_is_named() -> None:
     with pytest.raises(UserError) as caught:
         encoded(bad_from_100_on)
@@ -148,6 +149,7 @@ def test_the_first_bad_record_is_named() -> None:
     assert caught.value.remedy
 
 
+@pytest.mark.exhaustive
 def test_bad_records_are_skipped_in_workers_too() -> None:
     dataset = encoded(bad_from_100_on, on_bad_record="skip")
     one = encode_records(RECORDS, bad_from_100_on, describe=lambda i: f"file:{i + 1}", on_bad_record="skip")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawbar.data.dataset import EncodedDataset, encode_records
@@ -157,6 +157,7 @@ def test_steps_follow_the_order(
         assert steps[epoch * per_epoch : (epoch + 1) * per_epoch] == wanted
 
 
+@settings(max_examples=40)
 @given(
     lengths=LENGTHS,
     global_batch=COUNTS,

@@ -316,6 +316,7 @@ def test_what_only_a_process_cannot_make_is_made_at_its_step(
     assert warning in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_an_error_in_a_process_is_the_error_of_this_one() -> None:
     with loader_of(stacked, At(20, raise_odd), in_order=True, workers=1) as loader:
         steps = loader.steps(0, STEPS)
@@ -349,6 +350,7 @@ def test_a_killed_process_costs_no_step(caplog: pytest.LogCaptureFixture) -> Non
     assert "a process for preparing batches was killed" in caplog.text
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", some([OwnGenerator, ForkedGenerator, LateAttribute], 1))
 def test_what_a_process_makes_otherwise_is_made_at_its_step(kind: type[Any], caplog: pytest.LogCaptureFixture) -> None:
     found = []

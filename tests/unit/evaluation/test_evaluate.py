@@ -16,6 +16,7 @@ from drawbar.commands.score_run import evaluate_run
 from drawbar.errors import ExitCode, UserError
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.task import Task
+from exhaustive import params
 from harness import run_ranks
 
 FEATURES = 5
@@ -106,7 +107,7 @@ def read_results(folder: Path, split: str) -> tuple[dict[str, Any], list[dict[st
 
 
 @pytest.mark.parametrize(("split", "micro_batch"), [("validation", 1), ("validation", 4), ("test", 4)])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", params([1, 2, 3], often=[1, 2]))
 def test_every_sample_once_at_any_world_size(project: Path, split: str, micro_batch: int, world_size: int) -> None:
     returned = run_ranks(evaluate_here, world_size, str(project), split, micro_batch)
     scores, merged = read_results(project, split)

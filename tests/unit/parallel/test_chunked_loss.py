@@ -194,6 +194,7 @@ class Passes(TorchDispatchMode):
         return out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("compiles")
 def test_compiled_logits_are_touched_by_two_kernels_besides_the_products() -> None:
     *tensors, labels = inputs(torch.float32)

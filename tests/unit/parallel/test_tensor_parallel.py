@@ -339,6 +339,7 @@ def test_two_ranks_compute_what_one_computes() -> None:
     check(run_ranks(rank_compares, 2), len(CASES) + len(SEQUENCES) + len(LOSS_HEADS) + 1)
 
 
+@pytest.mark.exhaustive
 def test_four_ranks_that_also_shard_the_parts_compute_what_one_computes() -> None:
     check(run_ranks(rank_shards, 4), len(SHARDED) + 1)
 

@@ -222,6 +222,7 @@ print(len(heard))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("again", some(["", "os.kill(os.getpid(), signal.SIGTERM)"], 1))
 def test_a_signal_that_a_thread_learns_of_late_was_heard(again: str) -> None:
     script = LATE_READER.format(microseconds=2_000_000, again=again)

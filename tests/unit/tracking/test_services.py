@@ -59,6 +59,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
             parts = b""
 
 
+@pytest.mark.exhaustive
 def test_weights_and_biases(tmp_path: Path) -> None:
     import wandb
 

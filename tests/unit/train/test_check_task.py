@@ -20,7 +20,7 @@ from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.task import Task
 from drawbar.tasks.user_methods import check_signatures
-from exhaustive import some
+from exhaustive import params, some
 from points import Points, write_points
 from runs import fit_in
 
@@ -98,6 +98,7 @@ class Static(Points):
         return len(arguments[0].ids)
 
 
+@pytest.mark.exhaustive
 def test_other_ways_to_write_a_method_are_fine(project: Path) -> None:
     check_signatures(Static)
     check_on_samples(project, Static)
@@ -269,6 +270,7 @@ class SecondLoss(Points):
         return {"loss": 7.0}
 
 
+@pytest.mark.exhaustive
 def test_two_scores_of_one_name(project: Path) -> None:
     error = refused(project, SecondLoss)
     assert "SecondLoss.score and loss_scores both return 'loss'" in error.what
@@ -421,7 +423,7 @@ class LateAugment(Points):
 
 
 @pytest.mark.parametrize(("task", "method"), [(LateCollate, "collate"), (LateAugment, "augment")])
-@pytest.mark.parametrize("workers", ["auto", "1"])
+@pytest.mark.parametrize("workers", params(["auto", "1"], often=["1"]))
 def test_a_fault_in_a_later_step_is_named_with_its_method(
     task: type[Task], method: str, workers: str, project: Path
 ) -> None:
@@ -431,6 +433,7 @@ def test_a_fault_in_a_later_step_is_named_with_its_method(
     assert HERE in str(error.value)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("task", "metric"), some([(Divides, "accuracy"), (Correlates, "pearson")], 1))
 def test_what_the_first_samples_lack_is_no_fault(task: type[Task], metric: str, project: Path) -> None:
     """Their labels are all the same: a recall divides by zero, and a correlation is nan."""

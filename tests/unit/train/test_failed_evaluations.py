@@ -164,6 +164,7 @@ def test_one_rank_fails_and_all_save(strategy: str, project: Path) -> None:
         assert "ValueError: of one rank" in (project / f"runs/tiny/logs/rank-{rank:04d}.log").read_text()
 
 
+@pytest.mark.exhaustive
 def test_what_a_failed_forward_had_gathered_in_bf16_is_saved_in_fp32(project: Path) -> None:
     # in both runs: a task with a forward of its own, as the second one has, gets logits and padding anyway
     settings = ("parallel.strategy=fsdp", "precision=bf16", "task.cross_entropy=plain", "data.padding_free=false")

@@ -158,7 +158,7 @@ def test_a_run_that_stopped_early_is_finished(fit: Fit, run: Path, capfd: pytest
     assert fit(*settings[:2], "eval.patience=4", settings[3]).progress.step == 10  # which may be decided anew
 
 
-@pytest.mark.parametrize("every", [3, 6])
+@pytest.mark.parametrize("every", some([3, 6], 1))
 def test_an_interrupted_run_goes_on(every: int, fit: Fit, project: Path) -> None:
     settings = (*ONE_FORWARD, *AS_OWN, f"eval.every={every}", "checkpoint.every=null")
     fit(*settings, "run.name=whole")
@@ -177,7 +177,7 @@ def test_an_interrupted_run_goes_on(every: int, fit: Fit, project: Path) -> None
         assert torch.equal(tensor, weights(run, 12)[name])
 
 
-@pytest.mark.parametrize("state", ["training", "stopped", "failed"])
+@pytest.mark.parametrize("state", some(["training", "stopped", "failed"], 1))
 def test_a_finished_run_is_complete_whatever_its_last_process_said(state: RunState, fit: Fit, run: Path) -> None:
     fit()
     write_run_status(run, state, 11, 12, started=0.0)
@@ -234,6 +234,7 @@ def test_what_a_callback_asks_for_before_the_first_step_is_done(fit: Fit, run: P
     assert [path.name for path in sorted((run / "checkpoints").glob("step-*"))] == ["step-00000001", "step-00000012"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(fit: Fit, project: Path) -> None:
     settings = (*ONE_FORWARD, "tracking.tensorboard=true", "checkpoint.every=null", "checkpoint.keep_best=false")
     with pytest.raises(UserError, match=r"Interrupted\.forward, which Failing inherits, fails: ValueError"):
@@ -286,6 +287,7 @@ def test_a_longer_run_may_keep_its_schedule(fit: Fit, run: Path, capfd: pytest.C
     )
 
 
+@pytest.mark.exhaustive
 def test_a_kept_schedule_that_has_ended_near_zero_is_warned_of(fit: Fit, capfd: pytest.CaptureFixture[str]) -> None:
     settings = ("optim.schedule=polynomial", "optim.power=3", "optim.warmup=0", "eval.every=null")
     fit(*settings, "train.steps=6")
@@ -321,6 +323,7 @@ def test_fewer_steps_than_were_made_are_refused(shorter: str, says: str, fit: Fi
     assert contents(run) == before
 
 
+@pytest.mark.exhaustive
 def test_what_can_be_done_about_another_configuration(fit: Fit, run: Path) -> None:
     """There is nothing to fork before the first checkpoint, and nothing to lose."""
     with pytest.raises(UserError, match=r"Interrupted\.forward, which Failing inherits, fails: ValueError"):
@@ -519,6 +522,7 @@ def test_only_one_process_trains_a_run(fit: Fit, run: Path) -> None:
     lock_run_dir(run, patience=0.0).close()
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_another_process_begins_meanwhile_is_left_alone(fit: Fit, run: Path) -> None:
     """While this process builds its model, another one trains the run of the same name, and ends."""
 
@@ -550,6 +554,7 @@ def test_checkpoints_behind_a_link_are_the_runs_own(fit: Fit, run: Path, tmp_pat
     assert not (run / "origin.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_keeps_its_number_formats_on_other_hardware(
     fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -570,6 +575,7 @@ def test_ranks_rebuild_their_data_together(project: Path) -> None:
     assert run_ranks(rebuild, 2, str(project)) == [3, 3]
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_goes_on_does_not_encode_its_data_again(
     fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from drawbar.config.schema.run_config import TrainSection
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.train.setup import count_steps
-from exhaustive import some
+from exhaustive import params, some
 from runs import Fit, losses, metrics, weights
 
 
@@ -50,7 +50,9 @@ def test_epochs_are_steps(per_epoch: int, epochs: float) -> None:
     assert count_steps(TrainSection(steps=7), per_epoch) == 7
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [("1", 19), ("1.5", 29), ("0.1", 2), ("2", 38)])
+@pytest.mark.parametrize(
+    ("epochs", "steps"), params([("1", 19), ("1.5", 29), ("0.1", 2), ("2", 38)], often=[("1.5", 29), ("0.1", 2)])
+)
 def test_a_run_of_so_many_epochs(epochs: str, steps: int, fit: Fit, run: Path) -> None:
     fit("train.steps=null", f"train.epochs={epochs}", "optim.warmup=0.1", "eval.every=null", task=Counted)
     trace = losses(run)
@@ -91,6 +93,7 @@ def test_evaluation_leaves_training_alone(fit: Fit, project: Path) -> None:
         assert torch.equal(tensor, weights(often, 9)[name])
 
 
+@pytest.mark.exhaustive
 def test_dropout_matters_in_that_test(fit: Fit, project: Path) -> None:
     traces = []
     for seed in (0, 1):
