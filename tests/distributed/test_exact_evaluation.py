@@ -79,6 +79,7 @@ def evaluate_here(folder: str, name: str, rows: int) -> tuple[dict[str, float], 
         return scores, predictions.read_text() if predictions.exists() else ""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", some(TASKS, 1))
 def test_world_sizes_and_batch_sizes_agree(name: str, project: Path) -> None:
     expected, predictions = run_ranks(evaluate_here, 1, str(project), name, 64)[0]

@@ -32,6 +32,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", some(STRATEGIES, 1))
 def test_a_loss_of_ones_own_trains_as_drawbars(name: str, project: Path) -> None:
     (project / "my_task.py").write_text(MODULE)

@@ -51,6 +51,7 @@ def test_an_error_while_saving(
     interrupted.check_goes_on(project)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("calls", "error"), params(FAULTS[::2], FAULTS[:1]), ids=lambda found: str(found))
 def test_a_run_that_is_to_warn_goes_on(
     calls: tuple[str, ...], error: int, interrupted: InterruptedRun, disk: FaultyDisk, tmp_path: Path

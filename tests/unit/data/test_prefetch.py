@@ -337,6 +337,7 @@ def test_a_process_that_cannot_build_the_task_is_not_used(caplog: pytest.LogCapt
     assert "cannot build the task as this one did: RuntimeError: no model here" in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_a_killed_process_costs_no_step(caplog: pytest.LogCaptureFixture) -> None:
     """As where memory ran out: training is whole, and may have a day of steps that are not saved."""
     with loader_of(stacked, At(40, kill_worker), in_order=True, prefetch=False) as loader:
@@ -350,7 +351,6 @@ def test_a_killed_process_costs_no_step(caplog: pytest.LogCaptureFixture) -> Non
     assert "a process for preparing batches was killed" in caplog.text
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", some([OwnGenerator, ForkedGenerator, LateAttribute], 1))
 def test_what_a_process_makes_otherwise_is_made_at_its_step(kind: type[Any], caplog: pytest.LogCaptureFixture) -> None:
     found = []

@@ -104,6 +104,7 @@ def test_a_gradient_that_is_a_fifth_too_large_is_caught(trained: tuple[Trace, Re
     assert comparison.gradients.where == f"{FAULTY}, step {step}"
 
 
+@pytest.mark.exhaustive
 def test_a_weight_that_is_not_updated_is_caught(trained: tuple[Trace, Reference]) -> None:
     trace, reference = trained
     assert trace.before_last is not None

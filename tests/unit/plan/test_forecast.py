@@ -217,7 +217,6 @@ def test_labels_of_a_whole_sample_are_not_stretched(monkeypatch: pytest.MonkeyPa
     assert {name: len(found["labels"]) for name, found in longest.items()} == {"sample": 12, "token": 64}
 
 
-@pytest.mark.exhaustive
 @pytest.mark.usefixtures("project")
 def test_deepspeed_is_estimated() -> None:
     config = configure("deepspeed={preset: zero2}")

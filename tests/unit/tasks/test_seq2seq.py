@@ -182,6 +182,7 @@ def test_predictions_are_those_of_each_source_alone(family: str, beams: int) -> 
     assert len(set(alone)) > 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", some(["t5", "bart"], 1))
 def test_a_run_learns_its_pairs_by_heart(family: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)

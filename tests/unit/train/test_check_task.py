@@ -423,7 +423,7 @@ class LateAugment(Points):
 
 
 @pytest.mark.parametrize(("task", "method"), [(LateCollate, "collate"), (LateAugment, "augment")])
-@pytest.mark.parametrize("workers", params(["auto", "1"], often=["1"]))
+@pytest.mark.parametrize("workers", params(["auto", "1"], often=["auto"]))
 def test_a_fault_in_a_later_step_is_named_with_its_method(
     task: type[Task], method: str, workers: str, project: Path
 ) -> None:

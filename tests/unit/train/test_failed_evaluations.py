@@ -61,6 +61,7 @@ def lines(run: Path) -> list[tuple[int, list[str]]]:
     return [(int(line["step"]), sorted(line)) for line in metrics(run)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("every", some(["null", "3", "4"], 1))
 def test_the_step_is_saved_first_and_a_mended_run_goes_on(every: str, fit: Fit, project: Path) -> None:
     settings = (*SETTINGS, f"checkpoint.every={every}")
@@ -164,7 +165,6 @@ def test_one_rank_fails_and_all_save(strategy: str, project: Path) -> None:
         assert "ValueError: of one rank" in (project / f"runs/tiny/logs/rank-{rank:04d}.log").read_text()
 
 
-@pytest.mark.exhaustive
 def test_what_a_failed_forward_had_gathered_in_bf16_is_saved_in_fp32(project: Path) -> None:
     # in both runs: a task with a forward of its own, as the second one has, gets logits and padding anyway
     settings = ("parallel.strategy=fsdp", "precision=bf16", "task.cross_entropy=plain", "data.padding_free=false")

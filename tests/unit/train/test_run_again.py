@@ -269,6 +269,7 @@ def test_more_steps_go_on_with_a_complete_run(fit: Fit, run: Path, capfd: pytest
     assert "is now" not in capfd.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_longer_run_may_keep_its_schedule(fit: Fit, run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """And afterwards goes back to one that is computed anew."""
     settings = ("optim.schedule=linear", "optim.warmup=0", "checkpoint.every=null", "eval.every=null")
@@ -522,7 +523,6 @@ def test_only_one_process_trains_a_run(fit: Fit, run: Path) -> None:
     lock_run_dir(run, patience=0.0).close()
 
 
-@pytest.mark.exhaustive
 def test_a_run_that_another_process_begins_meanwhile_is_left_alone(fit: Fit, run: Path) -> None:
     """While this process builds its model, another one trains the run of the same name, and ends."""
 
@@ -554,7 +554,6 @@ def test_checkpoints_behind_a_link_are_the_runs_own(fit: Fit, run: Path, tmp_pat
     assert not (run / "origin.json").exists()
 
 
-@pytest.mark.exhaustive
 def test_a_resumed_run_keeps_its_number_formats_on_other_hardware(
     fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -575,7 +574,6 @@ def test_ranks_rebuild_their_data_together(project: Path) -> None:
     assert run_ranks(rebuild, 2, str(project)) == [3, 3]
 
 
-@pytest.mark.exhaustive
 def test_a_run_that_goes_on_does_not_encode_its_data_again(
     fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
