@@ -224,8 +224,7 @@ _in_inference: WeakSet[nn.Module] = WeakSet()
 @contextmanager
 def free_gathered(model: nn.Module) -> Iterator[None]:
     """Context manager for forward passes without backward: parameters outside the blocks stay gathered between them,
-    and are resharded on exit, also after an error. Of nested contexts for the same model, only the outermost one
-    reshards."""
+    and are resharded on exit. Of nested contexts for the same model, only the outermost one reshards."""
     if model in _in_inference:
         yield
         return
@@ -235,10 +234,6 @@ def free_gathered(model: nn.Module) -> Iterator[None]:
         module.set_reshard_after_forward(False, recurse=False)
     try:
         yield
-    except BaseException:
-        for module in _fsdp_modules(model):  # otherwise reshard() skips those in their forward
-            module.set_reshard_after_forward(True, recurse=False)
-        raise
     finally:
         _in_inference.remove(model)
         for module in lookups:
