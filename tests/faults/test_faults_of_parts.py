@@ -6,20 +6,27 @@ import os
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from conftest import make_project
 from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.tensor_index import PartRecord
+from drawbar.checkpoint.write import write_part
+from drawbar.errors import UserError
+from drawbar.train import checkpoint_layouts
 from exhaustive import some
 from faulty_disk import Ended, FaultyDisk
-from harness import run_cli
+from harness import run_cli, run_ranks
 from interrupted import InterruptedRun, checkpoints
+from runs import fit_in
 
-COMMAND = (
-    *("train", "config.yaml", "parallel.strategy=fsdp", "launch.nproc=2", "launch.timeout=60", "train.micro_batch=2"),
-    *("checkpoint.layout=parts", "checkpoint.every=2", "checkpoint.keep=2", "eval.every=null", "train.steps=8"),
-    "optim.schedule=constant",  # the same learning rates, whatever number of steps a run is to make
+SETTINGS = (
+    *("train.micro_batch=2", "checkpoint.layout=parts", "checkpoint.every=2", "checkpoint.keep=2", "eval.every=null"),
+    *("train.steps=8", "optim.schedule=constant"),  # the same learning rates, whatever number of steps is to be made
 )
+COMMAND = ("train", "config.yaml", "parallel.strategy=fsdp", "launch.nproc=2", "launch.timeout=60", *SETTINGS)
 FAILING = [(("write",), errno.ENOSPC), (("fsync",), errno.EIO), (("open",), errno.EDQUOT)]
 ERRORS = [(calls, error, rank) for calls, error in FAILING for rank in (0, 1)]
 
@@ -78,6 +85,30 @@ def test_a_rank_that_is_killed_while_it_writes(
     assert ended.code != 0
     check_has_checkpoint(project, ended)
     interrupted.check_goes_on(project)
+
+
+def fail_to_write(project: str, failing: int) -> str:
+    """What this rank says where one can write no part after step 2."""
+
+    def write_or_fail(folder: Path, rank: int, *shards: Any) -> PartRecord:
+        if rank == failing and "step-00000002" not in folder.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_part(folder, rank, *shards)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_layouts, "write_part", write_or_fail)
+        with pytest.raises(UserError) as error:
+            fit_in(Path(project), *SETTINGS, "parallel.strategy=fsdp")
+    return error.value.what
+
+
+@pytest.mark.parametrize("failing", some([0, 1], 1))
+def test_a_part_that_one_rank_cannot_write_is_no_checkpoint_for_any(failing: int, tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    told = run_ranks(fail_to_write, 2, str(project), failing)
+    assert told[0] == told[1]
+    assert f"the part of rank {failing} of step-00000004" in told[0]
+    assert [path.name for path in checkpoints(project).glob("step-*")] == ["step-00000002"]
 
 
 def damage(project: Path, step: int, name: str) -> None:

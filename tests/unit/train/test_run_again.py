@@ -367,7 +367,6 @@ def test_begin_at_a_checkpoint_of_another_run(fit: Fit, project: Path) -> None:
         assert torch.equal(tensor, weights(other, 12)[name])
 
 
-@pytest.mark.exhaustive
 def test_an_interrupted_run_that_began_elsewhere_goes_on(fit: Fit, project: Path) -> None:
     fit("train.steps=20", *ONE_FORWARD, "eval.every=null")
     checkpoint = str(project / "runs" / "tiny" / "checkpoints" / "step-00000012")
