@@ -64,7 +64,8 @@ class Callback:
     ``torch.distributed`` if every rank does; ``on_exception`` must not, as the other ranks may be anywhere.
 
     If a callback raises, the run saves the step just made and ends with an error that names the callback and the
-    method. Only a rank that fails between collectives of its own leaves the others waiting, and that step unsaved.
+    method. The exception is a callback that calls collectives and fails on some ranks only: the others are left
+    waiting, and that step is not saved.
     """
 
     def on_train_start(self, run: RunHandle) -> None:
