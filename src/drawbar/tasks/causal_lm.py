@@ -240,7 +240,7 @@ class CausalLM(PretrainedTask):
 
     @property
     def predicts(self) -> bool:
-        return self.config.generation is not None
+        return self.config.generation is not None or type(self).predict is not CausalLM.predict
 
     def predicts_alone(self, model: nn.Module) -> bool:
         section = self.config.generation

@@ -285,7 +285,7 @@ class PretrainedTask(Task):
         raise NotImplementedError(f"{type(self).__name__} does not define references()")
 
     def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
-        if not self.predicts:
+        if not self.predicts or not self.metrics:
             return {}
         predictions = [record["prediction"] for record in records]
         return compute(self.metrics, predictions, self.references(records), taken=self.loss_metrics)

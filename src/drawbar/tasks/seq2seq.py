@@ -111,7 +111,7 @@ class Seq2Seq(TokenTask):
 
     @property
     def predicts(self) -> bool:
-        return self.config.generation is not None
+        return self.config.generation is not None or type(self).predict is not Seq2Seq.predict
 
     def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
         assert self.config.generation is not None
