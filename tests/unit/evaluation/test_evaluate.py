@@ -69,7 +69,8 @@ def write_points(path: Path, records: int, seed: int) -> None:
     for number in range(records):
         label = int(chance.integers(2))
         points = 0 if number == DROPPED else 3 if number == SEVERAL else 1
-        x = chance.normal(size=(points, FEATURES)) + 2 * label - 1
+        sides = (label + np.arange(points)) % 2  # neighbours in a record get different predictions
+        x = chance.normal(size=(points, FEATURES)) + 2 * sides[:, None] - 1
         lines.append(json.dumps({"name": f"record {number}", "points": x.round(3).tolist(), "label": label}))
     path.write_text("\n".join(lines) + "\n")
 

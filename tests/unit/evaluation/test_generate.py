@@ -106,12 +106,14 @@ def test_texts_end_with_the_models_positions(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose best checkpoint is its first, as the largest loss is the best one here."""
     project = make_project(tmp_path_factory.mktemp("trained"))
     done = run_cli(
         "train",
         "config.yaml",
         "train.steps=60",
         "eval.every=20",
+        "eval.mode=max",
         "checkpoint.every=20",
         "data.test=valid.txt",
         cwd=project,
@@ -134,14 +136,15 @@ def test_a_run_without_a_best_checkpoint_gives_its_latest(project: Path) -> None
 
 def test_generate_from_a_checkpoint(trained: Path) -> None:
     outputs = {}
-    for checkpoint in ("best", "latest", "20", "60"):
-        done = generate(trained, "--prompt", "the ", "--temperature", "1.5", "--top-k", "0", "--checkpoint", checkpoint)
+    for checkpoint in (None, "best", "latest", "20", "60"):
+        which = () if checkpoint is None else ("--checkpoint", checkpoint)
+        done = generate(trained, "--prompt", "the ", "--temperature", "1.5", "--top-k", "0", *which)
         assert done.code == 0, done.err
         assert done.out.startswith("the ")
         outputs[checkpoint] = done.out
-    assert outputs["best"] == outputs["latest"] == outputs["60"] != outputs["20"]
+    assert outputs[None] == outputs["best"] == outputs["20"] != outputs["60"] == outputs["latest"]
     best = json.loads((trained / "runs" / "tiny" / "checkpoints" / "best.json").read_text())
-    assert best["step"] == 60
+    assert best["step"] == 20
     missing = generate(trained, "--checkpoint", "5")
     assert missing.code == 2
     assert "20, 40, 60" in missing.err
@@ -182,7 +185,7 @@ def test_eval_of_a_checkpoint(trained: Path, checkpoint: str) -> None:
     arguments = ("runs/tiny", "--split", "test", "--checkpoint", checkpoint, "eval.micro_batch=2")
     done = run_cli("eval", *arguments, cwd=trained)
     assert done.code == 0, done.err
-    step = 20 if checkpoint == "20" else 60
+    step = 60 if checkpoint == "latest" else 20
     found = json.loads((run / "eval" / "test" / "scores.json").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     written = next(line for line in lines if line["step"] == step and "eval/validation/loss" in line)
