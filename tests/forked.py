@@ -43,6 +43,7 @@ def fork_ranks() -> None:
 
 def run_python(command: list[str]) -> None:
     """What ``python COMMAND`` does, for the modules above and for ``SCRIPT ARGUMENTS``."""
+    command = command[command[0] == "-P" :]
     if command[:2] == DRAWBAR:
         sys.argv = command[1:]
         from drawbar.cli import run

@@ -26,7 +26,7 @@ assert torch.ones(2, device="cuda").sum().item() == 2
 
 def fork_one(project: str) -> int:
     with chdir(project), WarmProcess(RANK_MODULES, 1) as warm:
-        rank = warm.fork(["-m", "drawbar", "config", "show", "config.yaml"], dict(os.environ))
+        rank = warm.fork(["-P", "-m", "drawbar", "config", "show", "config.yaml"], dict(os.environ))
         assert rank is not None, "something that ranks import has looked for a GPU, or started a thread"
         return rank.wait(120)
 

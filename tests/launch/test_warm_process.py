@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import chdir
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ SEES_TORCHAO = (
     Path(os.environ["MARK"]).write_text(f"before: {before}, then: {torchao.__name__}")
 """
 )
-SHOW = ["-m", "drawbar", "config", "show", "config.yaml"]
+SHOW = ["-P", "-m", "drawbar", "config", "show", "config.yaml"]
 STARTS_A_THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
 OPENS_A_FILE = "import sys\nfile = open(sys.executable, 'rb')\n"
 
@@ -64,10 +65,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@contextmanager
+def project_of(folder: str) -> Iterator[None]:
+    """The warm process imports what the current folder has only if that is asked for."""
+    with chdir(folder), pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", folder, prepend=os.pathsep)
+        yield
+
+
 def fork_two(folder: str) -> tuple[int, list[int], list[dict[str, Any]], list[int]]:
     """In a process of its own, the parent of the ranks."""
     marks = [Path(folder, f"mark-{number}") for number in range(2)]
-    with chdir(folder):
+    with project_of(folder):
         warm = WarmProcess(["colorsys"], 2)
         ranks = [
             warm.fork(arguments, {**os.environ, "MARK": str(mark)})
@@ -95,11 +104,11 @@ def test_a_forked_rank_is_as_a_new_one(folder: Path) -> None:
         assert rank["main"] == "drawbar.__main__"
         assert rank["imported"]
         assert rank["heeds SIGTERM"]
-    assert ranks[0]["arguments"] == SHOW[2:]
+    assert ranks[0]["arguments"] == SHOW[3:]
 
 
 def refuse(folder: str, modules: list[str], arguments: list[str], changed: dict[str, str]) -> bool:
-    with chdir(folder), WarmProcess(modules, 1) as warm:
+    with project_of(folder), WarmProcess(modules, 1) as warm:
         os.environ.update(changed)
         refused = warm.fork(arguments, dict(os.environ)) is None
     return refused and not descendants(os.getpid())
@@ -133,8 +142,8 @@ def test_what_is_not_forked(folder: Path, modules: list[str], arguments: list[st
 def see_torchao(folder: str) -> tuple[bool, str]:
     """Whether a rank that is forked with transformers imported has torchao, and what it says when it imports that."""
     Path(folder, "sees.py").write_text(SEES_TORCHAO)
-    with chdir(folder), WarmProcess(RANK_MODULES, 1) as warm:
-        rank = warm.fork(["-m", "drawbar", "config", "show", "sees.yaml"], {**os.environ, "MARK": "mark"})
+    with project_of(folder), WarmProcess(RANK_MODULES, 1) as warm:
+        rank = warm.fork(["-P", "-m", "drawbar", "config", "show", "sees.yaml"], {**os.environ, "MARK": "mark"})
         return rank is not None and rank.wait(60) == 0, Path("mark").read_text()
 
 
@@ -147,7 +156,7 @@ def test_transformers_imports_no_torchao_before_the_fork(folder: Path) -> None:
 
 
 def kill_one(folder: str) -> tuple[int | None, int]:
-    with chdir(folder), WarmProcess([], 1) as warm:
+    with project_of(folder), WarmProcess([], 1) as warm:
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # as torch's launcher does, before it starts ranks
         rank = warm.fork(SHOW, {**os.environ, "MARK": "mark", "SECONDS": "60"})
         assert isinstance(rank, ForkedRank)
@@ -170,7 +179,7 @@ def test_a_forked_rank_that_is_killed(folder: Path) -> None:
 
 def leave_early(folder: str) -> int:
     """A launcher that is killed while the process still imports."""
-    with chdir(folder):
+    with project_of(folder):
         launcher = os.fork()
         if launcher == 0:
             WarmProcess(["forever"], 1)
@@ -196,7 +205,7 @@ import drawbar
 class Note(drawbar.Callback):
     def on_train_start(self, run):
         names = ("OMP_NUM_THREADS", "LOCAL_RANK", "WORLD_SIZE")
-        facts = {name: os.environ[name] for name in names} | {"program": sys.orig_argv[1:4], "parent": os.getppid()}
+        facts = {name: os.environ[name] for name in names} | {"program": sys.orig_argv[1:5], "parent": os.getppid()}
         Path(f"note-{run.rank}").write_text(json.dumps(facts))
 """
 
@@ -204,6 +213,8 @@ class Note(drawbar.Callback):
 @pytest.mark.exhaustive
 def test_a_run_of_forked_ranks_is_that_of_new_ones(project: Path) -> None:
     (project / "note.py").write_text(NOTE)
+    for name in ("click.py", "torch.py"):
+        (project / name).write_text("raise SystemExit('the current folder is no place for libraries')\n")
     command = ["train", "config.yaml", "launch.nproc=2", "callbacks=[note:Note]", "train.steps=3"]
     launcher = subprocess.Popen(
         [sys.executable, "-m", "drawbar", *command],
@@ -221,7 +232,7 @@ def test_a_run_of_forked_ranks_is_that_of_new_ones(project: Path) -> None:
             "OMP_NUM_THREADS": "1",
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "2",
-            "program": ["-u", "-m", "drawbar.launch.warm_ranks"],
+            "program": ["-u", "-P", "-m", "drawbar.launch.warm_ranks"],
             "parent": launcher.pid,
         }
     done = run_cli(*command, "run.name=new", cwd=project)

@@ -156,10 +156,11 @@ def processes_to_start(config: "RunConfig", count_gpus: "Callable[[], int]") -> 
 def rerun_command(task: "type[Task] | None") -> list[str]:
     """The arguments of ``python`` that run this command again. Raises UserError if that is impossible."""
     from drawbar.cli.arguments import user_program
+    from drawbar.launch.warm_process import RANK_PROGRAM
 
     program = user_program(task)
     if program is None:
-        return ["-m", "drawbar", *sys.argv[1:]]
+        return [*RANK_PROGRAM, *sys.argv[1:]]
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # of `python -m package.module`
     if spec is not None and os.path.realpath(spec.origin or "") == os.path.realpath(program):
         return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]

@@ -22,7 +22,7 @@ from drawbar.util.torch_imports import silence_ranks
 
 STATUS_VARIABLE = "DRAWBAR_STATUS_FILE"
 """Environment variable: where a node's first rank leaves its exit code for the launcher."""
-RANK_PROGRAM = ["-m", "drawbar"]
+RANK_PROGRAM = ["-P", "-m", "drawbar"]
 """How the command of a rank that can be forked begins. One that runs a user's script is never forked:
 the script may do things before its imports."""
 _OF_LAUNCHERS = ("TORCHELASTIC_", STATUS_VARIABLE, NODE)
@@ -50,7 +50,7 @@ class WarmProcess:
         self._environment = dict(os.environ)
         self._left = nproc
         self._channel, theirs = Pipe()
-        command = [sys.executable, "-u", "-m", "drawbar.launch.warm_ranks", str(theirs.fileno())]
+        command = [sys.executable, "-u", "-P", "-m", "drawbar.launch.warm_ranks", str(theirs.fileno())]
         self._process = subprocess.Popen(
             [*command, *sys.argv[1:]],  # not read: they are there for `ps` to show as the forked ranks' arguments
             pass_fds=[theirs.fileno()],

@@ -1,6 +1,6 @@
 """Runs beside the launcher of a node: imports what ranks need, and forks them.
 
-    python -u -m drawbar.launch.warm_ranks DESCRIPTOR [ARGUMENT]...
+    python -u -P -m drawbar.launch.warm_ranks DESCRIPTOR [ARGUMENT]...
 
 DESCRIPTOR is a connection to the launcher. It sends the names of modules; then, for each rank, the arguments of
 ``drawbar``, the environment of the rank, and the variables that the launcher has changed since it started this process.

@@ -153,7 +153,7 @@ def test_the_command_that_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     Path("my_task.py").touch()
     monkeypatch.setattr(sys, "argv", ["my_task.py", "train", "config.yaml"])
-    assert rerun_command(None) == ["-m", "drawbar", "train", "config.yaml"]
+    assert rerun_command(None) == ["-P", "-m", "drawbar", "train", "config.yaml"]
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__="my_task.py", __spec__=None))
     assert rerun_command(Shouting) == ["my_task.py", "train", "config.yaml"]
     spec = ModuleSpec("package.my_task", None, origin=str(tmp_path / "my_task.py"))
