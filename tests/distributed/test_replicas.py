@@ -24,7 +24,7 @@ LAYOUTS = {
     "sequence": ["parallel.strategy=ddp", "parallel.tensor=2", "parallel.sequence=true"],
     "pipeline": ["parallel.strategy=ddp", "parallel.pipeline=2"],
 }
-RESUMES = [(saved, "tensor") for saved in ("one", "ddp", "pipeline", "tensor")] + [("tensor", "ddp")]
+RESUMES = [(saved, "tensor") for saved in ("one", "ddp", "pipeline", "tensor")] + [("tensor", "ddp"), ("ddp", "ddp")]
 Fitted = dict[str, tuple[list[str], list[int]]]
 """By run: what ranks hold differently at its end, as rank 0 tells it; and what this rank would draw next."""
 
@@ -85,6 +85,7 @@ def test_only_ranks_of_one_tensor_group_draw_the_same(fitted: tuple[Path, list[F
     assert (first[run][1] == second[run][1]) == alike
 
 
-def test_a_resume_is_the_run_that_went_on(fitted: tuple[Path, list[Fitted]]) -> None:
+@pytest.mark.parametrize("layout", ["tensor", "ddp"])
+def test_a_resume_is_the_run_that_went_on(fitted: tuple[Path, list[Fitted]], layout: str) -> None:
     project, _ = fitted
-    assert losses(project / "runs" / "tensor-tensor") == losses(project / "runs" / "tensor")
+    assert losses(project / "runs" / f"{layout}-{layout}") == losses(project / "runs" / layout)

@@ -52,6 +52,13 @@ def test_any_slices_of_an_epoch_are_those_of_all_of_it(sampler: Sampler, epoch: 
     assert sampler.rows(epoch, backwards).tolist() == expected[::-1]
 
 
+def test_grouped_batches_come_in_a_new_order_in_each_epoch() -> None:
+    sampler = Grouped(InOrder(400), np.arange(400), 8, seed=3)
+    first, second = whole(sampler, 0), whole(sampler, 1)
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
 @given(size=st.integers(1, 400), seed=SEEDS, epoch=EPOCHS, batch=st.integers(1, 9))
 def test_without_weights_an_epoch_is_a_permutation(size: int, seed: int, epoch: int, batch: int) -> None:
     lengths = np.random.default_rng(0).integers(1, 100, size)

@@ -15,6 +15,7 @@ from drawbar.config.schema.task_sections import TokenClassificationConfig
 from drawbar.data.dataset import encode_records
 from drawbar.data.tokenizer import prefix_space, train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
+from drawbar.evaluation.scoring import with_prediction
 from drawbar.tasks.classification import TokenClassification
 from drawbar.tasks.task_context import TaskContext
 from runs import fit_in
@@ -139,7 +140,9 @@ def test_a_word_without_tokens_is_no_target_and_not_seen() -> None:
 )
 def test_a_prediction_is_for_every_word(words: list[str], prediction: list[str], complete: list[str]) -> None:
     task = task_of(tokenizer=WORD_PIECES)
-    assert task.postprocess({"tokens": words}, prediction) == complete
+    record = {"tokens": words}
+    assert task.postprocess(record, prediction) == complete
+    assert with_prediction(task, 7, record, {7: prediction}) == {"id": 7, **record, "prediction": complete}  # as scored
 
 
 class OwnWords(TokenClassification):
