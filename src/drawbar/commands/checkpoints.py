@@ -115,7 +115,7 @@ def _store(url: str) -> ObjectStore:
     try:
         return ObjectStore(check_store_url(url))
     except ValueError as error:
-        raise UserError(str(error), where="RUN", remedy="remove that part, as in s3://bucket/runs/NAME") from error
+        raise UserError(str(error), where="RUN", remedy="write it as s3://bucket/runs/NAME") from error
 
 
 def list_checkpoints(run: Path, as_json: bool) -> None:
