@@ -260,7 +260,7 @@ def _refuse_damaged(newest: Path) -> None:
 
 def _directory(run: Path) -> CheckpointDirectory:
     if not (run / "checkpoints").is_dir():  # otherwise, that is enough: a run may have lost its config.yaml
-        run_folder(run)  # raises UserError if this is no run
+        run_folder(run)  # raises UserError if this is not a run
     return CheckpointDirectory(run / "checkpoints")
 
 

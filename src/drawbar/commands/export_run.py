@@ -113,7 +113,7 @@ def model_card(config: RunConfig, model: nn.Module, step: int, dtype: str, adapt
 
 
 def _other_run(copied: Path) -> str:
-    """The name and step of the run that the initial model was copied from. Its path is left out, as cards are
+    """The name and step of the run that the initial model was copied from. The path is left out, as cards are
     published."""
     source = json.loads((copied / SOURCE_FILE).read_text("utf-8"))
     return f"the run {Path(source['run']).name}, step {source['step']:,}"

@@ -58,7 +58,7 @@ def prepare_run(config: RunConfig, task_type: type[Task] | None) -> None:
         steps = _describe_batches(task, splits[0], config, world) if splits[0].name == "train" else None
         cache = config.cache_dir
         per_epoch = f"; {steps:,} steps per epoch" if steps is not None else ""
-        console.message(f"cache: {cache}, {readable(bytes_below(cache))} in all{per_epoch}")
+        console.message(f"cache: {cache}, {readable(bytes_below(cache))} in total{per_epoch}")
 
 
 def _splits(config: RunConfig, console: Console) -> list[str]:

@@ -26,7 +26,7 @@ from drawbar.tracking.run_view import (
 from drawbar.util.run_dir import CONFIG_FILE, is_run_dir
 
 POLL_SECONDS = 0.5
-"""Interval at which the files of a run are read."""
+"""Interval between two reads of the files of a run."""
 _STYLES = {"training": "green", "complete": "green", "failed": "red", STALE: "red", "stopped": "yellow"}
 
 
@@ -68,7 +68,7 @@ def notice(run: RunView) -> str:
         "complete": f"complete{at}",
         "stopped": f"stopped{at}: it has saved, and is not training now; {go_on}",
         "failed": f"failed{at}: its log says why (logs/rank-0000.log); {go_on}",
-        STALE: f"dead{at}: its process is gone without a message, as after a kill or the loss of its machine; "
+        STALE: f"dead{at}: its process is gone without a message (killed, or its machine was lost); "
         f"{go_on} from the newest checkpoint",
         UNKNOWN: f"not written to for a long time{at}",
     }

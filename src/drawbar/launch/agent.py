@@ -248,8 +248,8 @@ def _time_of(failure: ProcessFailure) -> float:
 
 
 def report_failure(error: BaseException, path: str | None = None) -> bool:
-    """Write the error where the elastic launcher looks for it: at ``path``, or where the environment says. False if
-    there is no such launcher."""
+    """Write the error to the file that the elastic launcher reads: ``path``, or the one named in the environment. False
+    if there is no such launcher."""
     if lost_peer := _is_peer_failure(error):
         time.sleep(2)  # let the launcher first notice the rank that died: it then ends this one as well
     path = path or os.environ.get(_ERROR_FILE)

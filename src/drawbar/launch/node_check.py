@@ -47,7 +47,7 @@ from drawbar.launch.rendezvous import Rendezvous
 LOST_SECONDS = 60
 """Seconds without a heartbeat after which a node counts as lost and the others end."""
 _POLL, _BEAT = 0.05, 1.0
-"""Seconds. As there is one heartbeat a second, ``LOST_SECONDS`` and ``_SUSPICION`` are also numbers of heartbeats."""
+"""Seconds. As there is one heartbeat per second, ``LOST_SECONDS`` and ``_SUSPICION`` are also numbers of heartbeats."""
 _LINGER_SECONDS = 5.0
 """Seconds that the first node keeps the store up, so that the others can read a failed check."""
 _SUSPICION = 5

@@ -104,7 +104,7 @@ def _explained(kind: Kind, name: str) -> Iterator[None]:
             raise UserError(
                 f"the {kind} {name} needs its own Python code, which drawbar does not run",
                 where=f"task.{kind}",
-                remedy=f"{native}; code that you have read and trust can be part of a task of your own (docs/tasks.md)",
+                remedy=f"{native}; code that you have read and trust can go into a task of your own (docs/tasks.md)",
             ) from error
         packages = [found[1].rstrip(".").lower() for way in _NEEDED if (found := re.search(way, text))]
         if isinstance(error, ModuleNotFoundError) and error.name and not packages:
