@@ -69,7 +69,7 @@ def evaluate_run(
                 make_augment(task, config, train=False),
                 progress=lambda done, total: console.phase(f"evaluating {split_name}", done, total),
             )
-        assert evaluation is not None, "evaluate returns None only where its stop_wanted asks it to stop"
+        assert evaluation is not None, "evaluate returns None only if its stop_wanted asks it to stop"
         if world.is_rank0:
             with world.working("writing the scores"):
                 folder, others = _results_folder(config, split_name)

@@ -82,7 +82,7 @@ class TrainedRun:
         return self.task.tokenizer
 
     def predict(self, records: Iterable[dict[str, Any]]) -> list[Any]:
-        """A prediction for each record, in order; None where ``encode`` drops it. Records need no labels.
+        """A prediction for each record, in order; None if ``encode`` drops it. Records need no labels.
 
         Raises:
             UserError: the task does not predict, or a record cannot be encoded.
@@ -125,7 +125,7 @@ class TrainedRun:
             raise UserError(f"there is no split {split!r}", remedy=f"name one of {', '.join(_SPLITS)}")
         found = load_split(self.task, split, self.config, self._world, Console())
         evaluation = evaluate(self._engine, self.task, found, self._world, *self._how(found))
-        assert evaluation is not None, "evaluate returns None only where its stop_wanted asks it to stop"
+        assert evaluation is not None, "evaluate returns None only if its stop_wanted asks it to stop"
         return evaluation.scores
 
     def _task_without_labels(self) -> Task:

@@ -83,7 +83,7 @@ class Gpus:
 
     gpus: tuple[Gpu, ...] = ()
     driver: str = ""
-    """Its version; empty if there is none."""
+    """The version of the driver; empty if there is none."""
     trouble: str = ""
     """Why nothing is known about them."""
 
@@ -184,7 +184,7 @@ def of_clocks(nodes: Sequence[NodeFacts], heard: Sequence[float]) -> Iterator[Fi
         if abs(node.time - when) > CLOCK_SECONDS:
             difference = f"{abs(node.time - when):.0f} s {'ahead of' if node.time > when else 'behind'}"
             what = f"the clock of {node.name} is {difference} that of {nodes[0].name}"
-            yield Finding(node.name, Level.WARNING, what, "let NTP set it")
+            yield Finding(node.name, Level.WARNING, what, "synchronize it with NTP")
 
 
 def _holders(values: Mapping[str, str]) -> dict[str, list[str]]:
