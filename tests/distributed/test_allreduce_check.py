@@ -67,7 +67,7 @@ def test_a_sum_that_is_right(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_the_node_at_fault_is_named(tmp_path: Path) -> None:
     for fault, says in {
-        "sends": "what rank 1 on n2 sends arrives wrong",
+        "sends": "rank 1 on n2 sends wrong numbers",
         "receives": "rank 1 on n2 receives wrong numbers",
         "absent": "rank 1 on n2 did not take part in a sum within 2 s",
     }.items():
@@ -84,7 +84,7 @@ def test_the_node_at_fault_is_named(tmp_path: Path) -> None:
 def test_who_is_to_blame() -> None:
     nodes = ["n1", "n1", "n2", "n2"]
     assert _judge([([], 1.0)] * 4, nodes) == {}
-    assert _judge([([3], 1.0)] * 4, nodes) == {"n2": "what rank 3 on n2 sends arrives wrong"}
+    assert _judge([([3], 1.0)] * 4, nodes) == {"n2": "rank 3 on n2 sends wrong numbers"}
     assert _judge([([2, 3], 1.0), ([], 1.0), ([], 1.0), ([], 1.0)], nodes) == {
         "n1": "rank 0 on n1 receives wrong numbers"
     }

@@ -129,7 +129,7 @@ def test_the_nodes_look_at_one_another(tmp_path: Path) -> None:
     assert found[2]["n1 absent"]["bad"] == {"n1": "node n1 did not answer within 3 s"}
 
     for answers in found:
-        assert "the configuration on n2 is another one" in answers["another config"]["error"]
+        assert "the configuration on n2 differs from" in answers["another config"]["error"]
         versions = f"torch is not the same on all nodes: {torch.__version__} on n1, n3; 1.13.1 on n2"
         assert versions in answers["another torch"]["error"]
         assert answers["another torch"]["code"] == answers["another config"]["code"] == 1

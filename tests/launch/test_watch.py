@@ -118,7 +118,7 @@ def test_a_run_while_it_trains(project: Path, tmp_path: Path) -> None:
     assert "\x1b" not in "".join(lines)
     # what has ended is shown once
     again = Screen(project, 100, "runs/tiny")
-    assert "stopped at step" in again.wait_for("nobody trains it now")
+    assert "stopped at step" in again.wait_for("is not training now")
     assert again.end() == 1
 
 

@@ -37,7 +37,7 @@ _FIRST_RANK_SECONDS = 4.0
 
 
 CORE = (init, prepare, train, evaluate, predict, generate, export, runs, watch, checkpoint, config, completion)
-"""The commands that are always available. Others are registered by entry points, as those of other packages are."""
+"""The commands that are always available. Entry points register the others, including those of other packages."""
 COMMANDS_GROUP = "drawbar.commands"
 
 
@@ -138,7 +138,7 @@ Examples:
 """,
 )
 @click.version_option(package_name="drawbar", message="%(prog)s %(version)s")
-@click.option("--local_rank", "--local-rank", hidden=True, help="DeepSpeed's launcher gives it, beside LOCAL_RANK.")
+@click.option("--local_rank", "--local-rank", hidden=True, help="DeepSpeed's launcher passes it besides LOCAL_RANK.")
 def group(local_rank: str | None) -> None:
     """Train language models on one machine or many, and prove that it is the same run."""
     if local_rank is not None and local_rank != os.environ.get("LOCAL_RANK"):

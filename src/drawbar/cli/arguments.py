@@ -1,5 +1,5 @@
 """Arguments shared by the commands: configuration, run directory and checkpoint; and the error for an unknown option,
-which often is meant as a setting. Cheap to import, for ``--help``."""
+which is often meant as a setting. Cheap to import, for ``--help``."""
 
 import shlex
 import sys

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from drawbar.config.io.fields import Setting
 
 RUNS = "runs"
-"""The folder in which runs are searched: the default of ``run.dir``."""
+"""The folder that is searched for runs: the default of ``run.dir``."""
 _CONFIGS = (".yaml", ".yml")
 
 

@@ -113,7 +113,7 @@ def completion(context: click.Context, shell: str | None, install: bool) -> None
     """
     shell = shell or Path(os.environ.get("SHELL", "")).name
     if shell not in _SHELLS:
-        raise click.UsageError("say for which shell: drawbar completion bash, zsh or fish")
+        raise click.UsageError("name the shell: drawbar completion bash, zsh or fish")
     text = completion_script(shell, context.find_root().command)
     if not install:
         click.echo(text, nl=False)

@@ -104,7 +104,7 @@ def generate(
     all_prompts = [*prompts, *(read_prompts(input_file, messages_column, rename, is_alpaca) if input_file else [])]
     if not all_prompts and ask is not None:
         raise UserError(
-            "this run's model answers prompts, and there is no prompt",
+            "this run's model answers prompts, but there is no prompt",
             where="--prompt",
             remedy='ask it something, as in --prompt "Who are you?", or give --raw',
         )

@@ -1,4 +1,4 @@
-"""Prompts of ``drawbar generate``: texts, and the messages of chats."""
+"""Prompts for ``drawbar generate``: texts and chat messages."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ def read_prompts(
 
     Args:
         messages_column: for a chat model, the key of the messages; dots separate the keys of nested records.
-        is_alpaca: whether a record may be an instruction with its input.
+        is_alpaca: whether a record may be an instruction with an input.
         rename: as ``data.rename``. The file need not have these columns, as prompts are not training data.
 
     Raises:

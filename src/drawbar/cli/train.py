@@ -168,7 +168,7 @@ def rerun_command(task: "type[Task] | None") -> list[str]:
 
 
 def rerun_as_ranks(config: "RunConfig", task: "type[Task] | None") -> int | None:
-    """Run this command again on as many processes as it is to have; the exit code. None where this process is all."""
+    """Run this command again on the configured number of processes; the exit code, or None if that number is 1."""
     processes = count_processes(config)
     if processes == 1:
         return None

@@ -36,7 +36,7 @@ from drawbar.util.best_score import BEST_FILE, BestScore
 
 
 def list_copies(url: str, as_json: bool) -> None:
-    """Print the checkpoints in a run's folder of an object store as a table, or as one JSON object a line.
+    """Print the checkpoints in a run's folder of an object store as a table, or as one JSON object per line.
 
     Raises:
         UserError: the URL cannot be used, or the store does not answer.
@@ -48,7 +48,7 @@ def list_copies(url: str, as_json: bool) -> None:
         raise UserError(
             f"there is no run in {url}: neither a checkpoint nor a config.yaml",
             where=url,
-            remedy="see that the bucket exists; RUN is CHECKPOINT.REMOTE/RUN.NAME",
+            remedy="check that the bucket exists; RUN is CHECKPOINT.REMOTE/RUN.NAME",
         )
     print_summaries(found, _best_copied_step(store, url), f"{url}/checkpoints", as_json)
     if not found and not as_json:
@@ -56,7 +56,7 @@ def list_copies(url: str, as_json: bool) -> None:
 
 
 def _best_copied_step(store: ObjectStore, url: str) -> int | None:
-    """The step that ``best.json`` in the store names; None, with a warning, where it is damaged."""
+    """The step named in the store's ``best.json``; None if there is none, or, with a warning, if it is damaged."""
     name = f"checkpoints/{BEST_FILE}"
     try:
         return BestScore.from_json(store.read(name)).step
@@ -84,11 +84,11 @@ def _summary_of_copy(remote: RemoteCheckpoints, step: int, objects: Objects) -> 
 
 
 def verify_copies(url: str, wanted: int | None) -> int:
-    """Read every byte of the checkpoints in a run's folder of an object store, or of one, and print what is wrong;
-    return the exit code. Each is copied to a temporary folder on this machine's disk.
+    """Read every byte of the checkpoints, or of one, in a run's folder of an object store, and print what is wrong;
+    return the exit code. Each checkpoint is copied to a temporary folder on this machine's disk.
 
     Raises:
-        UserError: the URL cannot be used, the store does not answer, or has no such step; or the disk is too small.
+        UserError: the URL cannot be used, the store does not answer or has no such step, or the disk is too small.
     """
     remote = RemoteCheckpoints(_store(url))
     found = {step: objects for step, objects in remote.all().items() if wanted in (None, step)}
@@ -96,7 +96,7 @@ def verify_copies(url: str, wanted: int | None) -> int:
         raise UserError(
             f"{url} has no checkpoint" if wanted is None else f"{url} has no checkpoint of step {wanted}",
             where=url,
-            remedy="`drawbar checkpoint list` shows those that there are; RUN is CHECKPOINT.REMOTE/RUN.NAME",
+            remedy="`drawbar checkpoint list` shows the existing ones; RUN is CHECKPOINT.REMOTE/RUN.NAME",
         )
     damaged = False
     for step, objects in found.items():
@@ -115,11 +115,11 @@ def _store(url: str) -> ObjectStore:
     try:
         return ObjectStore(check_store_url(url))
     except ValueError as error:
-        raise UserError(str(error), where="RUN", remedy="give it without that, as s3://bucket/runs/NAME") from error
+        raise UserError(str(error), where="RUN", remedy="write it as s3://bucket/runs/NAME") from error
 
 
 def list_checkpoints(run: Path, as_json: bool) -> None:
-    """Print the checkpoints of a run as a table, or as one JSON object a line.
+    """Print the checkpoints of a run as a table, or as one JSON object per line.
 
     Raises:
         UserError: there is no such run, or the disk cannot be read.
@@ -135,15 +135,15 @@ def list_checkpoints(run: Path, as_json: bool) -> None:
     if not found:
         print(f"{directory.path} has no checkpoints yet")
     for name in names_set_aside(directory):
-        print(f"{name}: a run could not use it, and has set it aside")
+        print(f"{name}: a run could not use it, and set it aside")
 
 
 def print_summaries(found: list[CheckpointSummary], best: int | None, place: str, as_json: bool) -> None:
-    """Print checkpoints as a table, or as one JSON object a line.
+    """Print checkpoints as a table, or as one JSON object per line.
 
     Args:
         best: the step of the best one, if there is one.
-        place: the folder or URL that they are in.
+        place: the folder or URL that contains them.
     """
     if found and not as_json:
         columns = ["step", "saved", "", "state", "parts", "size"]
@@ -166,7 +166,7 @@ def _row(summary: CheckpointSummary, best: int | None) -> list[str]:
 
 
 def verify_checkpoints(run: Path, step: int | None) -> int:
-    """Read every byte of a run's checkpoints, or of one, and print what is wrong; return the exit code.
+    """Read every byte of a run's checkpoints, or of one of them, and print what is wrong; return the exit code.
 
     Raises:
         UserError: there is no such run or step, or the disk cannot be read.
@@ -177,7 +177,7 @@ def verify_checkpoints(run: Path, step: int | None) -> int:
         raise UserError(
             f"{run} has no checkpoint" if step is None else f"{run} has no checkpoint of step {step}",
             where=str(directory.path),
-            remedy="`drawbar checkpoint list` shows those that there are",
+            remedy="`drawbar checkpoint list` shows the existing ones",
         )
     damaged = 0
     if step is None and (damage := _best_step(directory)[1]) is not None:
@@ -187,7 +187,7 @@ def verify_checkpoints(run: Path, step: int | None) -> int:
         with explain_read_errors(summary.folder):
             wrong, foreign = problems(summary.folder), unlisted_files(summary.folder)
         if wrong and not summary.folder.exists():
-            continue  # the run has deleted it meanwhile
+            continue  # the run has deleted it in the meantime
         damaged += bool(wrong)
         print(f"{summary.folder.name}: {'damaged' if wrong else 'every byte is as it was written'}")
         for line in [*wrong, *(f"{name} is not part of it" for name in foreign)]:
@@ -197,10 +197,10 @@ def verify_checkpoints(run: Path, step: int | None) -> int:
 
 
 def prune_checkpoints(run: Path, keep: int | None, dry_run: bool, may_delete: Callable[[str], bool]) -> None:
-    """Delete all complete checkpoints but the newest and the best one, as a run does after each save.
+    """Delete all complete checkpoints except the newest and the best one, as a run does after each save.
 
     Args:
-        keep: how many of the newest stay; None for what the run's configuration says.
+        keep: how many of the newest to keep; None for the number in the run's configuration.
         may_delete: called with a question for the user; returns whether to delete.
 
     Raises:
@@ -214,8 +214,8 @@ def prune_checkpoints(run: Path, keep: int | None, dry_run: bool, may_delete: Ca
             raise UserError(
                 f"nothing was deleted, as {damage.what}",
                 where=damage.where,
-                remedy="delete that file, and the newest checkpoints stay, whichever the best one is; or train on: the "
-                "next save of the run writes it anew",
+                remedy="delete that file, to keep only the newest checkpoints, whichever is the best; or continue the "
+                "run: its next save rewrites the file",
             ) from damage
         steps = directory.steps()
         doomed = [step for step in steps[:-keep] if step != best]
@@ -247,7 +247,7 @@ def _expect_gone(directory: CheckpointDirectory, doomed: list[int]) -> None:
 
 
 def _refuse_damaged(newest: Path) -> None:
-    """Raise UserError if the newest checkpoint is damaged: the run would then go on from an older one."""
+    """Raise UserError if the newest checkpoint is damaged: the run would then resume from an older one."""
     with explain_read_errors(newest):
         wrong = problems(newest)
     if wrong:
@@ -259,13 +259,13 @@ def _refuse_damaged(newest: Path) -> None:
 
 
 def _directory(run: Path) -> CheckpointDirectory:
-    if not (run / "checkpoints").is_dir():  # else it is enough: a run may have lost its config.yaml
-        run_folder(run)  # raises UserError if this is no run
+    if not (run / "checkpoints").is_dir():  # otherwise, that is enough: a run may have lost its config.yaml
+        run_folder(run)  # raises UserError if this is not a run
     return CheckpointDirectory(run / "checkpoints")
 
 
 def _best_step(directory: CheckpointDirectory) -> tuple[int | None, UserError | None]:
-    """The step of the best checkpoint, if there is one; and what is wrong with ``best.json``, if anything is.
+    """The step of the best checkpoint, if there is one; and what is wrong with ``best.json``, if anything.
 
     Raises:
         UserError: the disk cannot be read.
@@ -288,5 +288,5 @@ def _configured_keep(run: Path) -> int:
         raise UserError(
             "the configuration of the run does not say how many checkpoints it keeps",
             where=str(path),
-            remedy="say it: --keep 3",
+            remedy="give the number, as in --keep 3",
         ) from error

@@ -1,7 +1,7 @@
 """Exports a checkpoint of a run as a folder that transformers loads, and uploads it to the Hub.
 
-The folder's card (``README.md``) is written to be published: it says nothing of where files lie on the machine that
-trained.
+The model card (``README.md``) of the folder is meant to be published: it contains no paths of the machine on which the
+run was trained.
 """
 
 import json
@@ -76,7 +76,7 @@ def model_card(config: RunConfig, model: nn.Module, step: int, dtype: str, adapt
     Args:
         model: only its class and the shapes of its parameters are used.
         dtype: of the exported weights.
-        adapters: whether the adapters of a LoRA run are exported, and not the whole model.
+        adapters: whether the adapters of a LoRA run are exported instead of the whole model.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     copied = initial_model_of(config.run_dir, config.task)
@@ -113,7 +113,7 @@ def model_card(config: RunConfig, model: nn.Module, step: int, dtype: str, adapt
 
 
 def _other_run(copied: Path) -> str:
-    """Names the run that the initial model was copied from, and its step. The path of that run is left out: cards are
+    """The name and step of the run that the initial model was copied from. The path is left out, as cards are
     published."""
     source = json.loads((copied / SOURCE_FILE).read_text("utf-8"))
     return f"the run {Path(source['run']).name}, step {source['step']:,}"
@@ -143,15 +143,15 @@ def _cell(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Push:
-    """Where an exported folder is uploaded to."""
+    """The repository that an exported folder is uploaded to."""
 
     name: str
     """``OWNER/NAME`` of a model repository, which is created if it does not exist."""
     public: bool = False
-    """Whether a repository that is created is public; one that exists stays as it is."""
+    """Whether a new repository is public; an existing one is left as it is."""
 
     def check(self) -> None:
-        """Raises UserError where the name cannot be one, or nobody is logged in; the Hub is not asked."""
+        """Raise UserError if the name is invalid or the user is not logged in; the Hub is not contacted."""
         try:
             validate_repo_id(self.name)
         except HFValidationError as error:
@@ -160,9 +160,9 @@ class Push:
             raise _wrong_name(self.name)
         if get_token() is None:
             raise UserError(
-                "there is no token of the Hugging Face Hub to upload with",
+                "there is no token for uploading to the Hugging Face Hub",
                 where="--push",
-                remedy="log in by `hf auth login`, or set the variable HF_TOKEN; or leave out --push",
+                remedy="log in with `hf auth login`, or set the variable HF_TOKEN; or leave out --push",
             )
 
     def upload(self, folder: Path, message: str) -> str:
@@ -173,8 +173,8 @@ class Push:
         """
         api = HfApi()
         try:
-            # first a request with a time limit, which the next two have not: it fails if the Hub cannot be reached. An
-            # HTTP error is an answer, too: the repository may not exist yet.
+            # first a request with a timeout, which the next two lack: it fails if the Hub cannot be reached. An HTTP
+            # error is also an answer: the repository may not exist yet.
             with suppress(HfHubHTTPError):
                 api.repo_info(self.name, timeout=TIMEOUT_SECONDS)
             address = api.create_repo(self.name, private=not self.public, exist_ok=True)
@@ -191,12 +191,12 @@ class Push:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether the Hub has answered that this request is wrong, such as for a token that may not write there."""
+    """Whether the Hub has rejected this request, for example because the token may not write there."""
     return isinstance(error, HfHubHTTPError) and error.response is not None and 400 <= error.response.status_code < 500
 
 
 def _wrong_name(name: str) -> UserError:
-    return UserError(f"{name!r} is no name of a repository", where="--push", remedy="name it as OWNER/NAME")
+    return UserError(f"{name!r} is not a valid repository name", where="--push", remedy="name it as OWNER/NAME")
 
 
 def export_run(
@@ -207,17 +207,17 @@ def export_run(
     form: ExportFormat,
     push: Push | None = None,
 ) -> None:
-    """Write a checkpoint's model, tokenizer and model card as a folder for ``from_pretrained``, on one process and the
+    """Write a checkpoint's model, tokenizer and model card to a folder for ``from_pretrained``, in one process on the
     CPU.
 
     Args:
         folder: absent or empty; it appears when it is complete.
-        checkpoint: ``best``, ``latest``, a step or a path; None for the best, or the latest where there is no best one.
-        push: where to upload the folder to, once it is complete; it stays where it is.
+        checkpoint: ``best``, ``latest``, a step or a path; None for the best, or the latest if there is no best one.
+        push: where to upload the folder once it is complete; the local folder is kept.
 
     Raises:
         UserError: the folder is not empty, there is no such checkpoint, there are no adapters to merge, a weight is too
-            large for ``form.dtype``, or the model is none of transformers'; or it cannot be uploaded.
+            large for ``form.dtype``, the model is not one of transformers', or it cannot be uploaded.
     """
     if push is not None:
         push.check()
@@ -230,7 +230,7 @@ def export_run(
     adapters = config.lora is not None and not form.merge
     with (
         Distributed(rank_info, torch.device("cpu"), config.launch.timeout) as world,
-        redirect_stdout(sys.stderr),  # libraries must not write on the command's stdout
+        redirect_stdout(sys.stderr),  # libraries must not write to the command's stdout
     ):
         opened = CheckpointExport(config, task_type, checkpoint, form, world)
         logger.info("checkpoint: %s", opened.path)
@@ -245,13 +245,13 @@ def export_run(
         console.message(f"{address}: uploaded")
     prefix = getattr(config.task, "source_prefix", "")
     if prefix:
-        console.message(f"put {prefix!r} before every source, as in training: the tokenizer does not")
+        console.message(f"put {prefix!r} before every source, as in training: the tokenizer does not add it")
 
 
 def _check(config: RunConfig, folder: Path, merge: bool) -> None:
     if merge and config.lora is None:
         raise UserError(
-            f"the run {config.run.name} has no adapters to merge: its model is whole",
+            f"the run {config.run.name} has no adapters to merge: it trained the whole model",
             where="--merge",
             remedy="leave out --merge",
         )

@@ -1,4 +1,4 @@
-"""Output at a path that the user names: refused before any work where it cannot be written, and whole or absent."""
+"""Output at a path that the user names: checked before any work, and written completely or not at all."""
 
 import json
 import os
@@ -16,16 +16,16 @@ from drawbar.util.strict_json import json_line
 PREDICTIONS, TEXTS, FORECAST = {"prediction"}, {"prompt", "text"}, {"strategy", "peak"}
 """Keys of the JSON objects that ``predict``, ``generate`` and ``plan`` write."""
 _BEGINNING = 1 << 24
-"""Bytes in which the first object of an output must end."""
+"""Number of bytes within which the first object of an output must end."""
 
 
 def check_output(text: str, overwrite: bool, keys: Set[str], option: str = "--output") -> Path:
-    """The file that an option names; refused, before any work, if it is there already or cannot be written. A stream,
-    such as ``/dev/stdout``, is no file that could be lost.
+    """The file that an option names; refused, before any work, if it exists or cannot be written. A stream such as
+    ``/dev/stdout`` is accepted: it is not a file that could be lost.
 
     Args:
-        overwrite: to replace an earlier output, one that begins with a JSON object with these ``keys``. No other file
-            is replaced: it may be the input, or the run's own.
+        overwrite: replace an earlier output, one that begins with a JSON object with these ``keys``. No other file is
+            replaced: it may be the input, or belong to the run.
 
     Raises:
         UserError: see above.
@@ -37,10 +37,10 @@ def check_output(text: str, overwrite: bool, keys: Set[str], option: str = "--ou
     if is_stream(path):
         return path
     if path.exists() and not overwrite:
-        raise UserError(f"{path} is there already", where=option, remedy="name another file, or add --overwrite")
+        raise UserError(f"{path} already exists", where=option, remedy="name another file, or add --overwrite")
     with writing(path, option):
         if path.exists() and not _is_output(path, keys):
-            what = f"{path} is there already, and is no output of this command"
+            what = f"{path} already exists, and is not an output of this command"
             raise UserError(what, where=option, remedy="name another file, or remove this one")
         folder = Path(os.path.realpath(path)).parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def check_output(text: str, overwrite: bool, keys: Set[str], option: str = "--ou
 
 
 def _is_output(path: Path, keys: Set[str]) -> bool:
-    """Whether a file begins as an output does; an empty one holds nothing that could be lost."""
+    """Whether a file begins like an output; an empty one contains nothing that could be lost."""
     with path.open("rb") as file:
         begin = file.read(_BEGINNING).decode(errors="replace")
     try:
@@ -60,9 +60,9 @@ def _is_output(path: Path, keys: Set[str]) -> bool:
 
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> int:
-    """One JSON object a line, written as they come; returns how many. Raises UserError where the disk takes no more."""
+    """Write one JSON object per line, as they come; return their number. Raises UserError if the disk is full."""
     count = 0
-    # to open a pipe takes as long as it takes until somebody reads it
+    # opening a pipe blocks until somebody reads it
     waiting = told_while_waiting(f"a reader of {path}") if path.is_fifo() else nullcontext()
     with writing(path, "--output"), waiting, replacing(path, one_writer=False) as file:
         for record in records:
@@ -73,20 +73,20 @@ def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> int:
 
 @contextmanager
 def writing(path: Path, option: str) -> Iterator[None]:
-    """Turn an error of the disk into one that names the option which the path came from."""
+    """Turn a disk error into one that names the option from which the path came."""
     try:
         yield
     except OSError as error:
         raise UserError(
             f"cannot write {path}: {error.strerror or error}",
             where=option,
-            remedy="free some space there, or name a place on another disk that you may write to",
+            remedy="free some space there, or name a path on another disk that you may write to",
             exit_code=ExitCode.FAILED,
         ) from error
 
 
 def check_new_folder(folder: Path, option: str) -> None:
-    """Refuse a folder to write that is there already, unless it is empty. Raises UserError."""
+    """Raise UserError if a folder to write already exists and is not empty, or is a file."""
     if os.path.lexists(folder) and not folder.is_dir():
         raise UserError(f"{folder} is a file", where=option, remedy="name a new folder")
     if folder.exists() and any(folder.iterdir()):

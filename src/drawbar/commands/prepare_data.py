@@ -1,4 +1,4 @@
-"""Encode a run's data before training, and print statistics of it."""
+"""Encode a run's data before training, and print statistics about it."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -28,14 +28,14 @@ from drawbar.train.validation_share import warn_of_share
 from drawbar.util.byte_sizes import bytes_below, readable
 
 ROWS_AT_A_TIME = 2**16
-"""Rows of an epoch whose order is computed at a time, rounded up to whole global batches."""
+"""Rows of an epoch whose order is computed at once, rounded up to whole global batches."""
 
 
 def prepare_run(config: RunConfig, task_type: type[Task] | None) -> None:
-    """Encode every split but a streamed one into the cache, and print what is in it. No model is built.
+    """Encode every split except a streamed one into the cache, and print statistics. No model is built.
 
     Raises:
-        UserError: as the run itself would; or there is nothing to prepare.
+        UserError: as for the run itself; or there is nothing to prepare.
     """
     rank_info = RankInfo()
     console = make_console(rank_info.is_rank0)
@@ -53,12 +53,12 @@ def prepare_run(config: RunConfig, task_type: type[Task] | None) -> None:
             if names[:2] == ["train", "validation"]:
                 warn_of_share(config.data, *splits[:2])
         finally:
-            console.stop()  # before the tables: a live bar would be torn by them
+            console.stop()  # before the tables, which would break up a live bar
         _describe(splits, config.data)
         steps = _describe_batches(task, splits[0], config, world) if splits[0].name == "train" else None
         cache = config.cache_dir
         per_epoch = f"; {steps:,} steps per epoch" if steps is not None else ""
-        console.message(f"cache: {cache}, {readable(bytes_below(cache))} in all{per_epoch}")
+        console.message(f"cache: {cache}, {readable(bytes_below(cache))} in total{per_epoch}")
 
 
 def _splits(config: RunConfig, console: Console) -> list[str]:
@@ -72,12 +72,12 @@ def _splits(config: RunConfig, console: Console) -> list[str]:
     names = [name for name, is_wanted in wanted.items() if is_wanted]
     if not names:
         raise UserError(
-            "there is nothing to prepare: a stream is encoded while it is read",
+            "there is nothing to prepare: streamed data is encoded while it is read",
             where="data.streaming",
-            remedy="train at once, or set data.streaming=false",
+            remedy="train directly, or set data.streaming=false",
         )
     if data.streaming:
-        console.message("train: nothing to prepare, as a stream is encoded while it is read (data.streaming=true)")
+        console.message("train: nothing to prepare: streamed data is encoded while it is read (data.streaming=true)")
     return names
 
 
@@ -87,8 +87,8 @@ def _load(task: Task, name: str, config: RunConfig, world: Distributed, console:
         log_unread_columns(task, islice(split.records, FIRST_RECORDS))
     if not split.kept:
         logger.warning(
-            "%s is not cached, and every run encodes it anew: the content of the task's code, its tokenizer or its "
-            "records cannot be fingerprinted (as of a class in a notebook)",
+            "%s is not cached, so every run encodes it again: the content of the task's code, its tokenizer or its "
+            "records cannot be fingerprinted (as for a class in a notebook)",
             name,
         )
     return split
@@ -99,7 +99,7 @@ def _has_tokens(split: Split) -> bool:
 
 
 def _describe(splits: Sequence[Split], data: DataSection) -> None:
-    """One table of all splits, and a histogram of each."""
+    """Print a table of all splits, and a histogram of each."""
     columns = [_counts(split) for split in splits]
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
@@ -111,7 +111,7 @@ def _describe(splits: Sequence[Split], data: DataSection) -> None:
 
 
 def _counts(split: Split) -> dict[str, str]:
-    """What the table says of a split, by the names of its rows."""
+    """A split's column in the table: the name of a row → its value."""
     samples = split.samples
     counts = {
         "records": f"{samples.records + samples.skipped_count:,}",
@@ -134,10 +134,10 @@ def _counts(split: Split) -> dict[str, str]:
 
 
 def _describe_batches(task: Task, split: Split, config: RunConfig, world: Distributed) -> int:
-    """Where samples have lengths, a table of what each way of batching would cost.
+    """If samples have lengths, print a table of the cost of each way of batching.
 
     Returns:
-        Steps per epoch, of the way that is configured.
+        Steps per epoch with the configured way of batching.
     """
     if not _has_tokens(split):
         return _steps(order_and_rows(task, split, config)[0], config)
@@ -169,12 +169,12 @@ def _steps(sampler: Sampler, config: RunConfig) -> int:
 def padding_share(
     sampler: Sampler, lengths: NDArray[np.int64], global_batch: int, micro_batch: MicroBatchSize
 ) -> float:
-    """The share of padding among all tokens of the first epoch, if one process trains the run.
+    """The share of padding among all tokens of the first epoch, if a single process trains the run.
 
     Args:
         lengths: shape (rows,): tokens of each row.
-        global_batch: rows of a step.
-        micro_batch: most that one forward takes; its rows are padded to the longest of them.
+        global_batch: rows per step.
+        micro_batch: maximum size of one forward; its rows are padded to the longest of them.
     """
     together = global_batch * -(-ROWS_AT_A_TIME // global_batch)
     used = computed = 0

@@ -37,7 +37,7 @@ def _joined(config: RunConfig) -> Iterator[tuple[Distributed, Console]]:
     device = choose_device(config.device, rank_info)
     console = make_console(rank_info.is_rank0)
     start_logging(rank_info.rank, console.logging_handler())
-    seed_everything(config.run.seed, dims.seed_rank(rank_info.rank))  # for predictions that are drawn by chance
+    seed_everything(config.run.seed, dims.seed_rank(rank_info.rank))  # for predictions that are sampled
     try:
         with errors_in_log(), Distributed(rank_info, device, config.launch.timeout, dims) as world:
             yield world, console
@@ -48,7 +48,7 @@ def _joined(config: RunConfig) -> Iterator[tuple[Distributed, Console]]:
 def evaluate_run(
     config: RunConfig, task_type: type[Task] | None, split_name: str, checkpoint: str | None
 ) -> dict[str, float]:
-    """Evaluate one checkpoint on one split; print the scores, and write them: see ``_results_folder``.
+    """Evaluate one checkpoint on one split; print the scores and write them to ``_results_folder``.
 
     Raises:
         UserError: there is no such checkpoint or data.
@@ -69,20 +69,20 @@ def evaluate_run(
                 make_augment(task, config, train=False),
                 progress=lambda done, total: console.phase(f"evaluating {split_name}", done, total),
             )
-        assert evaluation is not None, "evaluate returns None only where its stop_wanted asks it to stop"
+        assert evaluation is not None, "evaluate returns None only if its stop_wanted asks it to stop"
         if world.is_rank0:
             with world.working("writing the scores"):
                 folder, others = _results_folder(config, split_name)
                 write_results(folder, evaluation, step)
             if others:
-                console.message(f"{folder}: the scores of other records than the run's ({', '.join(others)})")
+                console.message(f"{folder}: scores on other records than the run's ({', '.join(others)})")
             console.evaluation(step, {f"eval/{split_name}/{name}": value for name, value in evaluation.scores.items()})
     return evaluation.scores
 
 
 def _results_folder(config: RunConfig, split_name: str) -> tuple[Path, list[str]]:
     """``eval/<split>``; or ``eval/<split>-other``, and the settings that give the split other records than the run's:
-    the scores of a few must not pass for those of all."""
+    scores on a few records must not pass for scores on all."""
     own = load_config(config.run_dir / "config.yaml", task=type(config.task)).config
     others = changed_records(own, config, split_name)
     return config.run_dir / "eval" / (f"{split_name}-other" if others else split_name), others
@@ -91,13 +91,13 @@ def _results_folder(config: RunConfig, split_name: str) -> tuple[Path, list[str]
 def predict_from_run(
     config: RunConfig, task_type: type[Task] | None, output: Path, checkpoint: str | None, probabilities: bool = False
 ) -> None:
-    """Predict for the records of ``data.test``, which need no labels, and write each with its prediction.
+    """Predict for the records of ``data.test``, which need no labels, and write each record with its prediction.
 
     Args:
-        output: a ``.jsonl`` file with a line for each record, in order; it appears when it is complete. Where there is
-            no prediction, because ``encode`` dropped the record or it is bad, ``prediction`` is null.
-        checkpoint: ``best``, ``latest``, a step or a path; None for the best, or the latest where there is no best one.
-        probabilities: write these, too.
+        output: a ``.jsonl`` file with a line for each record, in order; it appears when it is complete. ``prediction``
+            is null if there is none, because the record is bad or ``encode`` dropped it.
+        checkpoint: ``best``, ``latest``, a step or a path; None for the best, or the latest if there is no best one.
+        probabilities: also write these.
 
     Raises:
         UserError: the task does not predict, there is no such checkpoint, or the input cannot be read or encoded.
@@ -136,8 +136,8 @@ def predict_from_run(
 
 @contextmanager
 def _hints(task: Task, config: RunConfig) -> Iterator[None]:
-    """Context for reading the test data: an error names ``--input``, and says what is often wrong with data without
-    labels."""
+    """Context for reading the test data: makes an error name ``--input``, and adds hints for common mistakes with data
+    without labels."""
     try:
         yield
     except UserError as error:
@@ -147,26 +147,26 @@ def _hints(task: Task, config: RunConfig) -> Iterator[None]:
                 error.remedy = "name a file with --input FILE"
         hint = ""
         if config.data.columns is not None and "the setting columns names" in error.what:
-            hint = f"name the columns that it has, as in data.columns=[{config.data.columns[0]}]"
+            hint = f"name only the columns that it has, as in data.columns=[{config.data.columns[0]}]"
         elif error.where == "data.rename":
             hint = "rename only what it has: data.rename=null, then data.rename.NEW=OLD for each column"
         if hint:
-            error.remedy = f"{error.remedy}; where the input has no labels, {hint}"
+            error.remedy = f"{error.remedy}; if the input has no labels, {hint}"
         if is_user_defined(task, "encode"):
-            error.remedy = f"{error.remedy}; encode() has to do without targets where self.has_labels is False"
+            error.remedy = f"{error.remedy}; encode() must do without targets if self.has_labels is False"
         raise
 
 
 def _with_answers(
     task: Task, opened: OpenedSplit, answers: Mapping[str, Mapping[int, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Every record of the input with its prediction; in place of a bad record, what is wrong with it.
+    """Every input record with its prediction; in place of a bad record, what is wrong with it.
 
     Args:
-        answers: for each thing asked for (such as ``prediction``), the answers by record number.
+        answers: for each requested output (such as ``prediction``), its values by record number.
 
     Raises:
-        UserError: at the end, where the input is no longer what was predicted for.
+        UserError: at the end, if the input has changed since the predictions were made.
     """
     number = 0
     for record in _with_bad(opened.records):
@@ -182,7 +182,7 @@ def _with_answers(
 
 
 def _with_bad(records: Iterable[Record]) -> Iterator[Record | BadRecord]:
-    """The records, and in their places the bad ones that were left out."""
+    """The records, with the bad ones that were left out in their places."""
     if not isinstance(records, Records):
         yield from records
         return

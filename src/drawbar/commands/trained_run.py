@@ -1,4 +1,4 @@
-"""A run that has been trained, opened in Python: ``drawbar.load_run("runs/demo")``."""
+"""A trained run, opened in Python: ``drawbar.load_run("runs/demo")``."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
@@ -32,17 +32,17 @@ _SPLITS = ("train", "validation", "test")
 def load_run(
     path: str | Path, *settings: str, checkpoint: str | None = None, task: type[Task] | None = None
 ) -> "TrainedRun":
-    """Open a run directory, to predict, to generate, or for its model; on one process.
+    """Open a run directory in one process, to predict, generate, evaluate or use its model.
 
     Args:
-        path: the folder that training wrote.
+        path: the run directory that training wrote.
         settings: as on the command line: ``device=cpu``, ``eval.micro_batch=64``.
-        checkpoint: ``best``, ``latest``, a step, or a path; None for the best, or the latest where no evaluation
-            chose one.
-        task: the task's class, if a script defines it, and ``task.type`` does not name it.
+        checkpoint: ``best``, ``latest``, a step, or a path; None for the best, or the latest if no evaluation chose
+            a best one.
+        task: the task's class, if a script defines it and ``task.type`` does not name it.
 
     Raises:
-        UserError: the folder holds no run, or there is no such checkpoint.
+        UserError: the folder is not a run directory, or there is no such checkpoint.
     """
     loaded = load_run_config(path, settings, task.Config if task else None)
     check_rules(loaded)
@@ -50,7 +50,7 @@ def load_run(
 
 
 class TrainedRun:
-    """A run with the weights of one of its checkpoints. ``load_run`` opens it."""
+    """A run with the weights of one of its checkpoints, as opened by ``load_run``."""
 
     def __init__(self, config: RunConfig, task: type[Task] | None, checkpoint: str | None) -> None:
         self.config = on_one_process(config)
@@ -66,8 +66,8 @@ class TrainedRun:
         )
 
     def history(self) -> list[dict[str, float]]:
-        """What the run has measured: a dict for each line of ``metrics.jsonl``, by ``step`` and names such as
-        ``train/loss``. ``pandas.DataFrame(run.history())`` is a table of it."""
+        """The run's metrics: a dict for each line of ``metrics.jsonl``, with ``step`` and names such as ``train/loss``.
+        ``pandas.DataFrame(run.history())`` makes a table of them."""
         with (self.config.run_dir / METRICS_FILE).open("rb") as lines:
             return [values for line in lines if (values := parse_metrics_line(line)) is not None]
 
@@ -78,11 +78,11 @@ class TrainedRun:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer; None for a task that has none."""
+        """The tokenizer; None if the task has none."""
         return self.task.tokenizer
 
     def predict(self, records: Iterable[dict[str, Any]]) -> list[Any]:
-        """A prediction for each record, in order; None where ``encode`` drops it. Records need no labels.
+        """A prediction for each record, in order; None if ``encode`` drops it. Records need no labels.
 
         Raises:
             UserError: the task does not predict, or a record cannot be encoded.
@@ -92,31 +92,31 @@ class TrainedRun:
         return self._ask(task, task.predict, records)
 
     def probabilities(self, records: Iterable[dict[str, Any]]) -> list[Any]:
-        """For each record the probability of each label.
+        """The probability of each label, for each record.
 
         Raises:
-            UserError: the task gives none, or a record cannot be encoded.
+            UserError: the task does not provide probabilities, or a record cannot be encoded.
         """
         check_predicts(self.task, probabilities=True)
         task = self._task_without_labels()
         return self._ask(task, task.probabilities, records)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[str]:
-        """The text that the model writes after each prompt. A prompt is a text, the messages of a chat, or a dict of
-        ``messages`` and what else the chat template gets, such as ``tools``.
+        """The text that the model generates after each prompt. A prompt is a text, the messages of a chat, or a dict of
+        ``messages`` and the other inputs of the chat template, such as ``tools``.
 
         Args:
             sampling: ``max_new_tokens``, ``temperature`` (0 is greedy), ``top_k``, ``top_p`` and ``beams``.
 
         Raises:
-            UserError: the model writes no text.
+            UserError: the model does not generate text.
         """
         is_one = isinstance(prompts, str | dict) or (len(prompts) > 0 and all(map(_is_message, prompts)))
         asked: list[Any] = [prompts] if is_one else list(prompts)
         return generate_text(self._engine, self.tokenizer, asked, Sampling(**sampling))
 
     def evaluate(self, split: str = "validation") -> dict[str, float]:
-        """The scores on ``train``, ``validation`` or ``test``. Nothing is written but encoded data, into their cache.
+        """The scores on ``train``, ``validation`` or ``test``. Writes nothing but encoded data, to the cache.
 
         Raises:
             UserError: there is no such data.
@@ -125,11 +125,11 @@ class TrainedRun:
             raise UserError(f"there is no split {split!r}", remedy=f"name one of {', '.join(_SPLITS)}")
         found = load_split(self.task, split, self.config, self._world, Console())
         evaluation = evaluate(self._engine, self.task, found, self._world, *self._how(found))
-        assert evaluation is not None, "evaluate returns None only where its stop_wanted asks it to stop"
+        assert evaluation is not None, "evaluate returns None only if its stop_wanted asks it to stop"
         return evaluation.scores
 
     def _task_without_labels(self) -> Task:
-        """A copy, and no new task: it keeps the attributes that ``build_model`` may have set."""
+        """A copy, not a new task, to keep the attributes that ``build_model`` may have set."""
         task = copy(self.task)
         task.has_labels = False
         return task
@@ -139,7 +139,7 @@ class TrainedRun:
         for number, record in enumerate(given):
             if not isinstance(record, Mapping):
                 raise UserError(
-                    f"a record is a dict of columns, and {record!r:.80} is of the type {type(record).__name__}",
+                    f"a record is a dict of columns, but {record!r:.80} is of type {type(record).__name__}",
                     where=f"record {number}",
                     remedy="give a list of dicts with the columns of the training data",
                 )
@@ -154,7 +154,7 @@ class TrainedRun:
         ]
 
     def _how(self, split: Split) -> tuple[MicroBatchSize, Augment]:
-        """How a split is batched, and augmented."""
+        """How a split is batched and augmented."""
         has_tokens = "input_ids" in split.samples.fields
         return eval_micro_batch(self.config, has_tokens), make_augment(self.task, self.config, train=False)
 

@@ -1,4 +1,4 @@
-"""``drawbar watch``: a run followed from another terminal, by its files and by what is known of its job."""
+"""``drawbar watch``: follow a run from another terminal, by its files and the state of its job."""
 
 import sys
 import time
@@ -26,15 +26,15 @@ from drawbar.tracking.run_view import (
 from drawbar.util.run_dir import CONFIG_FILE, is_run_dir
 
 POLL_SECONDS = 0.5
-"""Between two looks at the files of a run."""
+"""Interval between two reads of the files of a run."""
 _STYLES = {"training": "green", "complete": "green", "failed": "red", STALE: "red", "stopped": "yellow"}
 
 
 def find_run(what: str) -> tuple[Path, Callable[[], RunJob | None]]:
-    """The folder of a run, which need not be there yet, and what asks how its job stands, if it has one.
+    """The folder of a run, which need not exist yet, and a function that queries its job, if it has one.
 
     Raises:
-        UserError: it is a sweep of several runs, or a project folder.
+        UserError: ``what`` is a sweep of several runs, or a project folder.
     """
     for lookup in job_lookups():
         if (found := lookup.follow(what)) is not None:
@@ -46,14 +46,14 @@ def find_run(what: str) -> tuple[Path, Callable[[], RunJob | None]]:
 
 
 def place(run: RunView) -> str:
-    """The job, or the host, that trains a run."""
+    """The job or host that trains a run."""
     if run.job is not None:
         return f"{run.job.launcher} job {run.job.number}"
     return f"on {run.host}" if run.host else ""
 
 
 def notice(run: RunView) -> str:
-    """What there is to say of a run besides its numbers."""
+    """What to say about a run besides its metrics."""
     at = f" at step {run.progress.step_of_total}" if run.progress.step is not None else ""
     known = run.job if run.job is not None and run.job.state is not None else None
     job = f"job {known.number}: {known.state} {known.remarks}".rstrip() if known is not None else ""
@@ -63,21 +63,21 @@ def notice(run: RunView) -> str:
         if job and run.is_active:
             return f"{run.state}{at}; {job}" if run.has_begun else f"{job}; it has not begun"
         return f"{run.state}{at}; a process has its folder open" if run.is_held else ""
-    go_on = "`drawbar resume` goes on" if job else "`drawbar train` with the same configuration goes on"
+    go_on = "`drawbar resume` continues it" if job else "`drawbar train` with the same configuration continues it"
     words = {
         "complete": f"complete{at}",
-        "stopped": f"stopped{at}: it has saved, and nobody trains it now; {go_on}",
+        "stopped": f"stopped{at}: it has saved, and is not training now; {go_on}",
         "failed": f"failed{at}: its log says why (logs/rank-0000.log); {go_on}",
-        STALE: f"dead{at}: its process is gone without a word, as one that was killed, or whose machine was lost; "
+        STALE: f"dead{at}: its process is gone without a message (killed, or its machine was lost); "
         f"{go_on} from the newest checkpoint",
-        UNKNOWN: f"nobody has written to it for long{at}",
+        UNKNOWN: f"not written to for a long time{at}",
     }
     said = words[run.state] if run.has_begun else "its job has ended, and the run has not begun"
     return said if run.state == "complete" or not job else f"{said}; {job}"
 
 
 def fill(values: LiveValues, run: RunView) -> None:
-    """Set what the live view draws."""
+    """Set the values that the live view draws."""
     progress, where, left = run.progress, place(run), run.progress.seconds_left
     heading = [LabelledValue(run.state, run.folder.name, style=f"bold {_STYLES.get(run.state, 'default')}")]
     if where:
@@ -95,7 +95,7 @@ def fill(values: LiveValues, run: RunView) -> None:
 
 
 class TerminalWatch:
-    """Draws the run over and over in the same place."""
+    """Redraws the run in the same place."""
 
     def __init__(self) -> None:
         self._values = LiveValues()
@@ -116,8 +116,8 @@ class TerminalWatch:
 
 
 class PlainWatch:
-    """Prints a line for each new entry of ``metrics.jsonl`` and each change of state, as ``drawbar train`` prints them
-    where there is no terminal."""
+    """Prints a line for each new entry of ``metrics.jsonl`` and each change of state, as ``drawbar train`` does without
+    a terminal."""
 
     def __init__(self) -> None:
         self._told: str | None = None
@@ -140,7 +140,7 @@ class PlainWatch:
             print(told, flush=True)
 
     def _new_lines(self, run: RunView) -> list[Mapping[str, Any]]:
-        """At the first look, only the newest training line and the newest scores."""
+        """The lines not yet printed; at first, only the newest training line and the newest scores."""
         if self._newest is not None:
             return [line for line in run.lines if line["time"] > self._newest]
         scored = [line for line in run.lines if evaluation_scores(line)][-1:]
@@ -148,7 +148,7 @@ class PlainWatch:
         return sorted([*scored, *trained], key=lambda line: float(line["time"]))
 
     def stop(self) -> None:
-        """Does nothing: unlike a ``TerminalWatch``, this holds nothing that must be closed."""
+        """Does nothing: unlike a ``TerminalWatch``, this has nothing to close."""
 
 
 def follow_run(what: str, patience: float) -> ExitCode:
@@ -156,10 +156,10 @@ def follow_run(what: str, patience: float) -> ExitCode:
 
     Args:
         what: a run's folder, the name of a submitted run, or the number of a job.
-        patience: seconds to wait for a run that has not begun, and that no job is known of.
+        patience: seconds to wait for a run that has not begun and has no known job.
 
     Raises:
-        UserError: it has not begun by then, it is a sweep, or its scheduler does not answer.
+        UserError: the run has not begun by then, it is a sweep, or its scheduler does not answer.
     """
     folder, ask = find_run(what)
     is_terminal = sys.stdout.isatty() and not RichConsole().is_dumb_terminal
@@ -180,7 +180,7 @@ def follow_run(what: str, patience: float) -> ExitCode:
                 print(f"{what} has not begun: waiting for it, up to {duration(patience)}{meant}", file=sys.stderr)
                 is_told = True
             time.sleep(POLL_SECONDS)
-    except KeyboardInterrupt:  # ends this command; the run goes on
+    except KeyboardInterrupt:  # ends this command, not the run
         return ExitCode.DONE
     finally:
         shown.stop()

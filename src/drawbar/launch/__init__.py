@@ -1,2 +1,2 @@
-"""Starts and supervises the ranks of this machine. Where it is a node of several, their launchers check and watch one
+"""Starts and supervises the ranks of this machine. If it is one of several nodes, their launchers check and watch one
 another."""

@@ -1,8 +1,8 @@
-"""Several processes on this machine, and on others, through torch's own elastic launcher (what ``torchrun`` runs).
+"""Runs several processes on this machine, and on others, with torch's own elastic launcher (what ``torchrun`` runs).
 
 drawbar's process on a node (the node's launcher) calls :func:`run_processes`; each rank calls :func:`report_failure`
-before it dies of an error, so that the node's launcher can name the rank that failed *first*, and not one that lost its
-connection because of it.
+before it exits with an error, so that the node's launcher can name the rank that failed *first*, not one that lost its
+connection as a result.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ from drawbar.util.atomic_files import replacing
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _QUIET_CODES = (ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 _LOST_PEER = re.compile(r"connection (was likely )?(closed|reset)|broken pipe|remote process", re.IGNORECASE)
-"""In the messages of gloo, NCCL and torch's store, when the other end is gone."""
+"""Matches the messages of gloo, NCCL and torch's store when the other end is gone."""
 
 
 def run_processes(
@@ -65,9 +65,9 @@ def run_processes(
 ) -> int:
     """Run ``python ARGUMENTS`` as ``nproc`` ranks on this machine and return the exit code of the run.
 
-    Without a ``rendezvous`` torch's store listens on a port that the operating system chooses, so two runs never meet.
-    With one, every node calls this, runs the ``node_check``, and waits ``timeout`` seconds for the others. Ranks are
-    forked by the ``warm_process`` where it can. ``trains`` says whether the ranks train a run, for the message after a
+    Without a ``rendezvous``, torch's store listens on a port that the operating system chooses, so two runs never meet.
+    With one, every node calls this, runs the ``node_check``, and waits ``timeout`` seconds for the others. The
+    ``warm_process`` forks the ranks if it can. ``trains`` says whether the ranks train a run, for the message after a
     signal.
     """
     become_launcher(nproc)
@@ -89,7 +89,7 @@ def run_processes(
             raise UserError(
                 f"node {own.node + 1} of {own.nodes} did not meet all the others at {own.endpoint} within "
                 f"{timeout:.0f}s",
-                remedy="look in the log for what the other nodes say; a longer wait is launch.timeout=SECONDS",
+                remedy="look in the log for what the other nodes report; to wait longer, set launch.timeout=SECONDS",
                 exit_code=ExitCode.FAILED,
             ) from error
         except SignalException as error:
@@ -109,7 +109,7 @@ def _launch_config(rendezvous: Rendezvous, nproc: int, timeout: float, log_dir: 
         run_id=rendezvous.launch_id,
         rdzv_backend="c10d",
         rdzv_endpoint=rendezvous.endpoint,
-        # torch would guess from host names who keeps the store
+        # torch would guess from host names which node hosts the store
         rdzv_configs={"is_host": rendezvous.node == 0, "read_timeout": int(timeout), "join_timeout": int(timeout)},
         local_addr=rendezvous.address,
         max_restarts=0,
@@ -120,21 +120,21 @@ def _launch_config(rendezvous: Rendezvous, nproc: int, timeout: float, log_dir: 
 
 
 class _Rank:
-    """A rank, with the methods of ``Popen`` that torch's launcher uses. One that exits successfully without having met
-    the others has failed: nothing was done, and the others would wait for it."""
+    """A rank, with the methods of ``Popen`` that torch's launcher uses. One that exits successfully before it has met
+    the others counts as failed: nothing was done, and the others would wait for it."""
 
     def __init__(self, process: ForkedRank | subprocess.Popen, environment: dict[str, str]) -> None:
         self.pid = process.pid
         self._process, self._environment = process, environment
 
     def poll(self) -> int | None:
-        """The exit code, or minus the number of the signal that ended it; None while it runs."""
+        """The exit code, or the negative number of the signal that ended the rank; None while it runs."""
         code = self._process.poll()
         if code != ExitCode.DONE or os.path.exists(self._environment[JOINED]):
             return code
         error = UserError(
-            "this process ended, with exit code 0, before it had met the others, and so nothing was done",
-            remedy="make sure that the program reaches its run on every rank: each rank starts the same command",
+            "this process ended with exit code 0 before it had met the others, so nothing was done",
+            remedy="make sure that the program starts its run on every rank: all ranks run the same command",
         )
         report_failure(error, self._environment.get(_ERROR_FILE))
         return ExitCode.FAILED
@@ -165,10 +165,10 @@ def _ranks_of(warm_process: WarmProcess | None, ranks: list[_Rank], folder: str)
 
 
 def _handle_signals(folder: str, ranks: Sequence[_Rank]) -> None:
-    """Pass the first signal on to the ranks, which save and end; at the second, leave at once: the ranks then end, too.
+    """Forward the first signal to the ranks, which save and end; at the second, exit at once: the ranks then end, too.
 
-    Torch's launcher would kill ranks that take longer than 30 s to save. A scheduler kills them when its grace is over,
-    a person by a second signal, and ranks that wait for a lost rank end by themselves.
+    Torch's launcher would kill ranks that take longer than 30 s to save. A scheduler kills them after its grace period,
+    a user with a second signal, and ranks that wait for a lost rank end by themselves.
     """
     told = -math.inf
 
@@ -231,7 +231,7 @@ def _explain(failures: dict[int, ProcessFailure], nodes: int) -> int:
     if message["extraInfo"].get("lost_peer") and nodes > 1:  # and no rank here failed before it
         print(f"error: rank {rank} lost its connection to a rank on another node, which had ended", file=sys.stderr)
         print(f"  rank {rank}: {message['message']}", file=sys.stderr)
-        print("  fix:   look for the error of that node; the log of this rank has what failed here", file=sys.stderr)
+        print("  fix:   look for that node's error; the log of this rank shows what failed here", file=sys.stderr)
         return ExitCode.FAILED
     print(f"error: rank {rank} failed first: {message['message']}", file=sys.stderr)
     print(message["extraInfo"]["py_callstack"], file=sys.stderr)
@@ -248,10 +248,10 @@ def _time_of(failure: ProcessFailure) -> float:
 
 
 def report_failure(error: BaseException, path: str | None = None) -> bool:
-    """Write the error where the elastic launcher looks for it: at ``path``, or where the environment says. False if
-    there is no such launcher."""
+    """Write the error to the file that the elastic launcher reads: ``path``, or the one named in the environment. False
+    if there is no such launcher."""
     if lost_peer := _is_peer_failure(error):
-        time.sleep(2)  # let the launcher first notice the rank that died: it then ends this one, too
+        time.sleep(2)  # let the launcher first notice the rank that died: it then ends this one as well
     path = path or os.environ.get(_ERROR_FILE)
     if not path or path == os.devnull:
         return False
@@ -274,7 +274,7 @@ def report_status(code: int) -> None:
     """Leave the exit code of a node's first rank for the launcher, which loses it when a signal ends the run."""
     path = os.environ.get(STATUS_VARIABLE)
     if path is not None and os.environ.get("LOCAL_RANK") == "0":
-        # whole or not at all: torch's launcher fails on half a file. It may be gone with its folder
+        # whole or not at all, as torch's launcher fails on half a file. The launcher and its folder may be gone
         with contextlib.suppress(OSError), replacing(Path(path), durable=False) as file:
             file.write(str(int(code)).encode())
 

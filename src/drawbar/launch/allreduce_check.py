@@ -1,4 +1,4 @@
-"""Checks an all-reduce over all nodes before training: correctness and speed, and names nodes with faults."""
+"""Checks the correctness and speed of an all-reduce over all nodes before training, and names faulty nodes."""
 
 import os
 import threading
@@ -25,7 +25,7 @@ def check_allreduce(world: Distributed, run_dir: Path, seconds: float = SECONDS)
     """If the ranks are on several nodes, sum a tensor over all of them, and log how fast each node was.
 
     Raises:
-        UserError: with exit code 1: the sum is wrong, or did not come within ``seconds``; the error names nodes.
+        UserError: with exit code 1: the sum is wrong, or took longer than ``seconds``; the error names the nodes.
     """
     if not world.rank_info.spans_nodes:
         return
@@ -39,7 +39,7 @@ def check_allreduce(world: Distributed, run_dir: Path, seconds: float = SECONDS)
         except Exception as error:  # noqa: BLE001 - raised below, in the main thread
             failures.append(error)
 
-    # in a thread, as NCCL blocks where it cannot connect, and heeds no timeout then
+    # in a thread, as NCCL blocks if it cannot connect, and then ignores timeouts
     thread = threading.Thread(target=work, name="first sum", daemon=True)
     thread.start()
     end = time.monotonic() + seconds
@@ -56,7 +56,7 @@ def check_allreduce(world: Distributed, run_dir: Path, seconds: float = SECONDS)
             _record(run_dir, reasons)
         raise UserError(
             "\n".join(["a sum over all nodes is wrong:", *reasons.values()]),
-            remedy=f"have {', '.join(reasons)} looked at (memory, GPU, network card), and leave it out until then: "
+            remedy=f"have {', '.join(reasons)} checked (memory, GPU, network card), and exclude it until then: "
             f"cluster.options={{exclude: '{','.join(reasons)}'}}",
             exit_code=ExitCode.FAILED,
         )
@@ -65,10 +65,10 @@ def check_allreduce(world: Distributed, run_dir: Path, seconds: float = SECONDS)
 
 
 def _sum_twice(world: Distributed) -> tuple[list[int], float]:
-    """The ranks whose slice of the sum is wrong here, and the bytes a second that this rank sent (as many as it
+    """The ranks whose slice of the sum is wrong here, and the bytes per second that this rank sent (as many as it
     received).
 
-    Every rank fills its own slice, and adds zeros to the others' slices: so a wrong slice reveals its rank.
+    Every rank fills its own slice, and adds zeros to the others' slices, so that a wrong slice reveals its rank.
     """
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)  # each thread has its own current device
@@ -97,7 +97,7 @@ def _judge(results: Sequence[tuple[list[int], float]], nodes: Sequence[str]) -> 
     finders = Counter(source for wrong, _ in results for source in wrong)
     sent_wrong = {source for source, count in finders.items() if 2 * count > len(results)}
     for source in sorted(sent_wrong):
-        reasons[nodes[source]] = f"what rank {source} on {nodes[source]} sends arrives wrong"
+        reasons[nodes[source]] = f"rank {source} on {nodes[source]} sends wrong numbers"
     for rank, (wrong, _) in enumerate(results):
         if set(wrong) - sent_wrong:
             reasons.setdefault(nodes[rank], f"rank {rank} on {nodes[rank]} receives wrong numbers")
@@ -139,5 +139,5 @@ def _no_sum(world: Distributed, run_dir: Path, seconds: float) -> UserError:
 
 def _record(run_dir: Path, reasons: dict[str, str]) -> None:
     launch_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    if launch_id is not None:  # else, under another launcher, nobody would read it
+    if launch_id is not None:  # otherwise another launcher started this rank, and nobody would read the record
         record_bad_nodes(run_dir, launch_id, reasons)

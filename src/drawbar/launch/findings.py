@@ -1,7 +1,7 @@
-"""What is wrong with GPUs and nodes, and the remedies: facts, and pure functions from facts to findings; and the
-record of bad nodes, which is read when the job is requeued.
+"""Problems of GPUs and nodes, with remedies: facts, and pure functions from facts to findings; and the record of bad
+nodes, which is read when the job is requeued.
 
-The node check of a launch has the findings of nodes that differ. Without torch.
+The node check of a launch uses the findings on nodes that differ. Does not import torch.
 """
 
 import json
@@ -23,9 +23,9 @@ from drawbar.util.run_dir import LAUNCH_FOLDER
 CLOCK_SECONDS = 5.0
 """Larger clock differences are reported: times in logs and files then mislead, but nothing breaks."""
 USED_SHARE, FULL_SHARE = 0.05, 0.9
-"""Shares of a GPU's memory that others use: a warning from the first on, a problem from the second on."""
+"""Shares of a GPU's memory that others use: from the first on, a warning; from the second on, a problem."""
 _NVIDIA_SMI_SECONDS = 20
-"""nvidia-smi hangs where the driver does."""
+"""nvidia-smi hangs if the driver does."""
 
 
 class Level(StrEnum):
@@ -38,13 +38,13 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     where: str
     """The setting, variable, folder, device or node; empty if no single one is at fault."""
     level: Level
     what: str
-    """What was found; of trouble, what is wrong."""
+    """What was found; for a warning or a problem, what is wrong."""
     remedy: str = ""
     """The remedy: a command, or words."""
 
@@ -54,7 +54,7 @@ class Finding:
 
     @staticmethod
     def from_error(error: UserError, where: str) -> "Finding":
-        """That a run would be refused with this error. Args: where: if the error does not say."""
+        """The problem that a run would be refused with this error. Args: where: used if the error has none."""
         return problem(error.where or where, error.what, error.remedy or "see docs/configuration.md")
 
     def error(self) -> UserError:
@@ -71,10 +71,10 @@ class Gpu:
 
     index: int
     total: int
-    """MiB. So is ``used``: the memory that all processes take before this run begins."""
+    """In MiB, as is ``used``: the memory that all processes take before this run begins."""
     used: int
     processes: str = ""
-    """Their numbers: ``4711, 4712``."""
+    """The ids of the processes that use it: ``4711, 4712``."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ class Gpus:
 
     gpus: tuple[Gpu, ...] = ()
     driver: str = ""
-    """Its version; empty if there is none."""
+    """The version of the driver; empty if there is none."""
     trouble: str = ""
-    """Why nothing is known of them."""
+    """Why nothing is known about them."""
 
 
 def look_at_gpus(environ: Mapping[str, str]) -> Gpus:
-    """The GPUs of this job. nvidia-smi is asked, as torch would take memory on every GPU to answer."""
+    """The GPUs of this job, from nvidia-smi, as torch would take memory on every GPU to answer."""
     try:
         rows = _query("--query-gpu=index,uuid,memory.total,memory.used,driver_version")
         holders = _query("--query-compute-apps=gpu_uuid,pid")
@@ -127,10 +127,10 @@ class NodeFacts:
     config: str
     """Digest of the whole configuration."""
     gpu_count: int
-    """That torch sees; 0 if the run does not use them."""
+    """Number of GPUs that torch sees; 0 if the run does not use them."""
     gpus: Gpus = Gpus()
     time: float = 0.0
-    """Seconds since 1970, when it was said."""
+    """When this was reported, in seconds since 1970."""
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "NodeFacts":
@@ -139,7 +139,7 @@ class NodeFacts:
 
 
 def of_gpus(gpus: Gpus, node: str = "") -> Iterator[Finding]:
-    """Args: node: where they are, if the finding is read on another one."""
+    """Findings on GPUs. Args: node: the node of the GPUs, if the findings are read on another one."""
     on = f" on {node}" if node else ""
     if gpus.trouble:
         what = f"{node}: {gpus.trouble}" if node else gpus.trouble
@@ -151,13 +151,13 @@ def of_gpus(gpus: Gpus, node: str = "") -> Iterator[Finding]:
         who = f" (processes {gpu.processes})" if gpu.processes else ""
         what = f"GPU {gpu.index}{on} is in use: {gpu.used:,} of {gpu.total:,} MiB are taken{who}"
         level = Level.WARNING if gpu.used < FULL_SHARE * gpu.total else Level.PROBLEM
-        remedy = "end what holds it, or choose others: CUDA_VISIBLE_DEVICES"
+        remedy = "end the processes that use it, or choose other GPUs with CUDA_VISIBLE_DEVICES"
         yield Finding(node or f"GPU {gpu.index}", level, what, remedy)
 
 
 def of_nodes(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """How the nodes of a job differ, and what is wrong with their GPUs. ``where`` is a node that another
-    one could stand in for."""
+    """How the nodes of a job differ, and what is wrong with their GPUs. ``where`` is a node that another one could
+    replace."""
     same = "install the same versions on all nodes (cluster.python, cluster.setup)"
     for what in nodes[0].versions:
         holders = _holders({node.name: node.versions[what] for node in nodes})
@@ -167,7 +167,7 @@ def of_nodes(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
             yield Finding("", level, f"{what} is not the same on all nodes: {told}", same)
     _, *odd = _holders({node.name: node.config for node in nodes}).values()
     if odd:
-        what = f"the configuration on {', '.join(chain(*odd))} is another one than on the other nodes"
+        what = f"the configuration on {', '.join(chain(*odd))} differs from that on the other nodes"
         files = "give all nodes the same files, and the same environment variables if the files use any"
         yield problem("", what, files)
     most = max(node.gpu_count for node in nodes)
@@ -179,16 +179,16 @@ def of_nodes(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 
 def of_clocks(nodes: Sequence[NodeFacts], heard: Sequence[float]) -> Iterator[Finding]:
-    """Clocks that differ. ``heard``: when each answer came, by the first node's clock."""
+    """Clocks that differ. ``heard``: when each answer arrived, by the first node's clock."""
     for node, when in zip(nodes, heard, strict=True):
         if abs(node.time - when) > CLOCK_SECONDS:
             difference = f"{abs(node.time - when):.0f} s {'ahead of' if node.time > when else 'behind'}"
             what = f"the clock of {node.name} is {difference} that of {nodes[0].name}"
-            yield Finding(node.name, Level.WARNING, what, "let NTP set it")
+            yield Finding(node.name, Level.WARNING, what, "synchronize it with NTP")
 
 
 def _holders(values: Mapping[str, str]) -> dict[str, list[str]]:
-    """The nodes that have a value, by that value, the usual one first. Args: values: by node."""
+    """Value → the nodes that have it, the most common value first. Args: values: by node."""
     holders: dict[str, list[str]] = {}
     for node, value in values.items():
         holders.setdefault(value, []).append(node)
@@ -196,18 +196,18 @@ def _holders(values: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 BAD_NODES_FILE = "bad-nodes.json"
-"""In ``<run>/launch``: a list with one entry for each time that a job named some."""
+"""In ``<run>/launch``: a list with one entry for each time that a job reported bad nodes."""
 NODE_IS_LOST = "is lost"
-"""Text that marks the reason of a node that was lost during the run: Slurm will soon notice that, too."""
+"""Text in the reason for a node that was lost during the run: Slurm will soon notice that, too."""
 
 
 def restart_number(environ: Mapping[str, str] = os.environ) -> int:
-    """How often the scheduler has started this job before."""
+    """How many times the scheduler has started this job before."""
     return int(environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def record_bad_nodes(run_dir: Path, launch_id: str, reasons: Mapping[str, str]) -> None:
-    """Add an entry; if it cannot be written, that is a warning.
+    """Add an entry to the record of bad nodes; print a warning if that fails.
 
     Args:
         launch_id: see ``Rendezvous``.
@@ -219,14 +219,14 @@ def record_bad_nodes(run_dir: Path, launch_id: str, reasons: Mapping[str, str]) 
         text = json.dumps([*_entries(run_dir), entry], indent=2, ensure_ascii=False) + "\n"
         write_atomically(path, text.encode())
     except OSError as error:
-        print(f"warning: cannot write down the bad nodes: {error}", file=sys.stderr, flush=True)
+        print(f"warning: cannot record the bad nodes: {error}", file=sys.stderr, flush=True)
 
 
 def bad_nodes(run_dir: Path, launch_id: str, restart: int | None = None) -> dict[str, str]:
-    """What is wrong with each node that the job has named.
+    """What is wrong with each node that the job has reported.
 
     Args:
-        restart: of the job's starts, only the one with this ``restart_number`` (0: the first); None for all.
+        restart: only entries from the job's start with this ``restart_number`` (0: the first); None for all.
     """
     found: dict[str, str] = {}
     for entry in _entries(run_dir):

@@ -1,8 +1,8 @@
 """``NodeCheck`` and ``NodeWatch``: launchers of several nodes check one another, before and while the ranks run.
 
-First every node answers the node check, at the store where torch's launchers will meet, too. A node that does not
-answer in time is named on every node that did, and the run ends: it never continues with fewer nodes. From then on each
-launcher sends heartbeats, so that a node which is lost during the run is named, and nobody waits for it.
+First, every node answers the node check, in the store where torch's launchers will also meet. A node that does not
+answer in time is named on every node that did, and the run ends: it never continues with fewer nodes. From then on,
+each launcher sends heartbeats, so that a node lost during the run is named, and no process waits for it.
 """
 
 import hashlib
@@ -47,13 +47,13 @@ from drawbar.launch.rendezvous import Rendezvous
 LOST_SECONDS = 60
 """Seconds without a heartbeat after which a node counts as lost and the others end."""
 _POLL, _BEAT = 0.05, 1.0
-"""Seconds. As there is one heartbeat a second, ``LOST_SECONDS`` and ``_SUSPICION`` are also numbers of heartbeats."""
+"""Seconds. As there is one heartbeat per second, ``LOST_SECONDS`` and ``_SUSPICION`` are also numbers of heartbeats."""
 _LINGER_SECONDS = 5.0
 """Seconds that the first node keeps the store up, so that the others can read a failed check."""
 _SUSPICION = 5
 """Seconds without a heartbeat after which a node is reported, once a rank has lost its connection to a peer."""
 _CONNECT_SECONDS = 5
-"""Seconds for one try to connect, and for an answer of the store."""
+"""Timeout in seconds for one attempt to connect, and for an answer from the store."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,16 @@ class NodeCheck:
         facts = collect_facts(own, self.config, self.device)
         store = self._connect(rendezvous)
         try:
-            said = replace(facts, time=time.time())  # now: to connect, a node waits until the first one listens
+            said = replace(facts, time=time.time())  # set now, as connecting may have waited for the first node
             store.set(f"here/{rendezvous.node}", json.dumps(asdict(said)))
             is_first = rendezvous.node == 0
             found = self._collect_answers(store, rendezvous) if is_first else self._await_result(store, rendezvous)
         except (dist.DistError, RuntimeError) as error:
-            raise self._first_node_unreachable(rendezvous, f"went away: {error}") from error
+            raise self._first_node_unreachable(rendezvous, f"disconnected: {error}") from error
         if problems := _problems(found):
             what = "\n".join(finding.what for finding in problems)
             raise UserError(
-                f"the nodes cannot train together, says {rendezvous.name(0)}:\n{what}",
+                f"{rendezvous.name(0)} reports that the nodes cannot train together:\n{what}",
                 where=f"job {rendezvous.launch_id}",
                 remedy=_remedy(problems),
                 exit_code=ExitCode.FAILED,
@@ -107,7 +107,7 @@ class NodeCheck:
         if rendezvous.node == 0:
             return self._listen_at(rendezvous)
 
-        def give_up() -> None:  # torch waits without end if another program listens at the endpoint
+        def give_up() -> None:  # torch waits forever if another program listens at the endpoint
             self._record_first_node(rendezvous)
             print(f"error: {gone}", file=sys.stderr, flush=True)
             os._exit(ExitCode.FAILED)
@@ -166,7 +166,7 @@ class NodeCheck:
     def _await_result(self, store: dist.Store, rendezvous: Rendezvous) -> list[Finding]:
         """On the other nodes: wait for the findings."""
         if not _wait(lambda: store.check(["verdict"]), self.seconds + _LINGER_SECONDS):
-            raise self._first_node_unreachable(rendezvous, f"said nothing for {self.seconds + _LINGER_SECONDS:.0f} s")
+            raise self._first_node_unreachable(rendezvous, f"sent no result for {self.seconds + _LINGER_SECONDS:.0f} s")
         found = [Finding.from_json(values) for values in json.loads(store.get("verdict"))]
         store.set(f"has_result/{rendezvous.node}", "")
         return found
@@ -175,8 +175,8 @@ class NodeCheck:
         return UserError(
             f"node {rendezvous.name(rendezvous.node)}: the first node, {rendezvous.name(0)}, {what}",
             where=rendezvous.endpoint,
-            remedy=f"look in the log for what {rendezvous.name(0)} says; can this node reach it (cluster.interface)? "
-            "A longer wait at the node check is launch.roll_call_seconds=N",
+            remedy=f"look in the log for what {rendezvous.name(0)} reports; can this node reach it (cluster.interface)?"
+            " To wait longer at the node check, set launch.roll_call_seconds=N",
             exit_code=ExitCode.FAILED,
         )
 
@@ -188,7 +188,7 @@ class NodeCheck:
 
 
 def collect_facts(name: str, config: str, device: str) -> NodeFacts:
-    """What this node says in the node check. Args: config: the text of the configuration; device: the setting."""
+    """What this node reports in the node check. Args: config: the text of the configuration; device: the setting."""
     count = torch.cuda.device_count() if device in ("auto", "cuda") else 0
     gpus = look_at_gpus(os.environ) if count and torch.version.cuda else Gpus()
     versions = {"drawbar": version("drawbar"), "torch": torch.__version__, "Python": platform.python_version()}
@@ -218,7 +218,7 @@ class NodeWatch:
         self._over = threading.Event()
 
     def __enter__(self) -> Self:
-        # no daemon: one that is inside a call of the store when the interpreter ends would abort the process
+        # not a daemon, which would abort the process if it called the store when the interpreter exits
         threading.Thread(target=self._watch, name="heartbeats").start()
         return self
 
@@ -231,7 +231,7 @@ class NodeWatch:
 
     def _leave(self, linger: bool) -> None:
         """Tell the others that this node is not lost. The store ends with the first node, so that node may linger."""
-        with suppress(dist.DistError, RuntimeError):  # without the first node nobody can be told
+        with suppress(dist.DistError, RuntimeError):  # without the first node, there is no store
             self._store.set(f"left/{self._rendezvous.node}", "")
         if linger and self._rendezvous.node == 0:
             time.sleep(3 * _BEAT)
@@ -244,12 +244,12 @@ class NodeWatch:
         self._report_lost(self._lost(_SUSPICION))
 
     def _watch(self) -> None:
-        """Every beat, announce this node, and check which others are there."""
+        """At every beat, announce this node, and check which of the others are there."""
         store: dist.Store | None = None
         while not self._over.wait(_BEAT):
             try:
                 if store is None:
-                    store = _reconnect(self._rendezvous)  # own connection: calls of the main thread may block
+                    store = _reconnect(self._rendezvous)  # a connection of its own: calls of the main thread may block
                 store.set(f"beat/{self._rendezvous.node}", str(self._beats))
                 silent = {node for node in self._silent if not self._is_there(store, node)}
                 self._end_with_first_node(store)
@@ -264,7 +264,7 @@ class NodeWatch:
                 os._exit(ExitCode.FAILED)  # the ranks' own watchdogs end them
 
     def _is_there(self, store: dist.Store, node: int) -> bool:
-        """Whether a node has sent a heartbeat since the last look, or has left properly."""
+        """Whether a node has sent a heartbeat since the last check, or has left properly."""
         if store.check([f"left/{node}"]):
             self._departed.add(node)
         if node in self._departed:
@@ -274,7 +274,7 @@ class NodeWatch:
         return self._last[node] != before
 
     def _end_with_first_node(self, store: dist.Store) -> None:
-        """End this process if the first node has found a lost node, for which the ranks here might wait for long."""
+        """End this process if the first node has found a lost node, for which the ranks here might wait a long time."""
         if self._rendezvous.node != 0 and store.check(["lost"]):
             print(f"error: {store.get('lost').decode()}", file=sys.stderr, flush=True)
             os._exit(ExitCode.FAILED)
@@ -301,7 +301,7 @@ def _is_peer_failure(failure: ProcessFailure) -> bool:
 
 
 def _is_open(rendezvous: Rendezvous) -> bool:
-    """Whether a program listens at the endpoint. torch could wait for that, but fills the log and heeds no signal."""
+    """Whether a program listens at the endpoint. torch could wait for that, but fills the log and ignores signals."""
     host, _, port = rendezvous.endpoint.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS):
@@ -337,8 +337,8 @@ def _remedy(problems: Sequence[Finding]) -> str:
     if bad := _bad_nodes(problems):
         names = ",".join(bad)
         remedies.append(
-            f"look in the log for what {names} says; to continue without: cluster.options={{exclude: '{names}'}}, or "
-            "cluster.exclude_bad_nodes=true for the next time; a longer wait at the node check is "
+            f"look in the log for what {names} reports; to continue without: cluster.options={{exclude: '{names}'}},"
+            " or cluster.exclude_bad_nodes=true for the next time; to wait longer at the node check, set "
             "launch.roll_call_seconds=N"
         )
     return "; or ".join(remedies)

@@ -11,8 +11,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def adopt_orphans() -> bool:
-    """Make this process a subreaper: descendants whose parent ends become its children, and can be found. False where
-    it cannot be one."""
+    """Make this process a subreaper: descendants whose parent ends become its children, and can be found. Returns
+    False if that fails."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -27,7 +27,7 @@ def die_with_parent() -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """The process ids below ``root`` that have not ended."""
+    """The process ids of all descendants of ``root`` that have not ended."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended since
@@ -42,7 +42,7 @@ def descendants(root: int) -> list[int]:
 
 
 def end_tree() -> list[int]:
-    """Kill all descendants of this process, trying for five seconds. Returns those that are left."""
+    """Kill all descendants of this process, trying for five seconds. Returns those that remain."""
     end = time.monotonic() + 5
     while True:
         left = descendants(os.getpid())
@@ -54,7 +54,7 @@ def end_tree() -> list[int]:
                 pass
         if not left or time.monotonic() > end:
             return left
-        time.sleep(0.02)  # one that was just killed may have had a child on its way
+        time.sleep(0.02)  # one that was just killed may have been starting a child
 
 
 def _prctl(option: int, value: int) -> bool:

@@ -10,7 +10,7 @@ VARIABLE = "DRAWBAR_RENDEZVOUS"
 
 
 def launch_id_of(number: str) -> str:
-    """The launch id of a scheduler's job of this number."""
+    """The launch id of the scheduler's job with this number."""
     return f"drawbar-{number}"
 
 
@@ -19,20 +19,20 @@ class Rendezvous:
     """One node's part in a job of several nodes."""
 
     launch_id: str
-    """The same on all nodes. Over ssh, another one for each launch; of a scheduler's job, ``launch_id_of`` its number,
-    so the same after each restart of the job (``restart_number``)."""
+    """The same on all nodes. Over ssh, a new one for each launch; for a scheduler's job, ``launch_id_of`` its number,
+    and so the same after each restart of the job (``restart_number``)."""
     endpoint: str
     """``address:port`` of the first node."""
     nodes: int
     node: int
-    """Number of this node. Node 0, the first, keeps the store at which the nodes meet."""
+    """Number of this node. Node 0, the first, hosts the store where the nodes meet."""
     address: str
-    """Of this node, as the others reach it."""
+    """The address at which the others reach this node."""
     names: tuple[str, ...] = ()
-    """Of all nodes, in their order, as Slurm or the list of hosts calls them; empty if that is not known."""
+    """The names of all nodes, in order, as Slurm or the list of hosts calls them; empty if unknown."""
 
     def name(self, node: int) -> str:
-        """What messages call a node."""
+        """The name of a node in messages."""
         return self.names[node] if self.names else f"{node + 1} of {self.nodes}"
 
     def to_environment(self, environ: MutableMapping[str, str] = os.environ) -> None:

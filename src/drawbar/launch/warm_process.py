@@ -1,8 +1,8 @@
 """``WarmProcess``: imports torch and transformers once for all ranks of a node, and forks the ranks.
 
-These imports are most of the time to a first step. So the process begins with them while the launcher is still reading
-the configuration, and each rank starts with them done. It forks only where a fork is as good as a new interpreter,
-which it checks itself (:mod:`drawbar.launch.warm_ranks`). Otherwise the launcher starts ranks as torch does.
+These imports take most of the time to a first step. So the process does them while the launcher is still reading the
+configuration, and each rank starts with them done. It forks only if a fork is as good as a new interpreter, which it
+checks itself (:mod:`drawbar.launch.warm_ranks`). Otherwise, the launcher starts ranks as torch does.
 """
 
 import math
@@ -23,8 +23,8 @@ from drawbar.util.torch_imports import silence_ranks
 STATUS_VARIABLE = "DRAWBAR_STATUS_FILE"
 """Environment variable: where a node's first rank leaves its exit code for the launcher."""
 RANK_PROGRAM = ["-P", "-m", "drawbar"]
-"""How the command of a rank that can be forked begins. One that runs a user's script is never forked:
-the script may do things before its imports."""
+"""Beginning of the command of a rank that can be forked. One that runs a user's script is never forked, as the script
+may do other things before its imports."""
 _OF_LAUNCHERS = ("TORCHELASTIC_", STATUS_VARIABLE, NODE)
 """Prefixes of the environment variables that a launcher sets after the process has started; no import reads them."""
 _POLL = 0.05
@@ -39,7 +39,7 @@ def become_launcher(nproc: int) -> None:
 
 
 class WarmProcess:
-    """The process, as a context. It lives until it has forked its last rank, or its context ends. Linux only.
+    """Context manager: the process, which lives until it has forked its last rank or the context ends. Linux only.
 
     Args:
         modules: what it imports.
@@ -52,7 +52,7 @@ class WarmProcess:
         self._channel, theirs = Pipe()
         command = [sys.executable, "-u", "-P", "-m", "drawbar.launch.warm_ranks", str(theirs.fileno())]
         self._process = subprocess.Popen(
-            [*command, *sys.argv[1:]],  # not read: they are there for `ps` to show as the forked ranks' arguments
+            [*command, *sys.argv[1:]],  # not read, but shown by `ps` as the arguments of the forked ranks
             pass_fds=[theirs.fileno()],
             start_new_session=True,
             preexec_fn=die_with_parent,
@@ -75,14 +75,14 @@ class WarmProcess:
         stop_adopting_orphans()
 
     def fork(self, arguments: Sequence[str], environment: dict[str, str]) -> "ForkedRank | None":
-        """``python -u ARGUMENTS`` as a child of this process, in its own session, with this process's standard
+        """Run ``python -u ARGUMENTS`` as a child of this process, in its own session, with this process's standard
         streams; None if a new interpreter is needed."""
         if not self._left or list(arguments[: len(RANK_PROGRAM)]) != RANK_PROGRAM or not adopt_orphans():
             return None
         try:
             self._channel.send((list(arguments[len(RANK_PROGRAM) :]), environment, self._changed_variables()))
             rank = ForkedRank(self._channel.recv())
-        except (EOFError, OSError):  # say, an import failed there, or a fork would differ from a new process
+        except (EOFError, OSError):  # for example, an import failed there, or a fork would differ from a new process
             self.close()
             return None
         self._left -= 1
@@ -97,10 +97,10 @@ class WarmProcess:
 
 
 class ForkedRank:
-    """A child that this process has not started itself: with the methods of ``Popen`` that torch's launcher uses.
+    """A child that this process did not start itself, with the methods of ``Popen`` that torch's launcher uses.
 
     Raises:
-        ChildProcessError: it is no child of this process.
+        ChildProcessError: it is not a child of this process.
     """
 
     def __init__(self, pid: int) -> None:
@@ -109,7 +109,7 @@ class ForkedRank:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, or minus the number of the signal that ended it; None while it runs."""
+        """The exit code, or the negative number of the signal that ended the rank; None while it runs."""
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)

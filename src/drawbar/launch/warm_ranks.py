@@ -2,9 +2,9 @@
 
     python -u -P -m drawbar.launch.warm_ranks DESCRIPTOR [ARGUMENT]...
 
-DESCRIPTOR is a connection to the launcher. It sends the names of modules; then, for each rank, the arguments of
+DESCRIPTOR is a connection to the launcher, which sends the names of modules; then, for each rank, the arguments of
 ``drawbar``, the environment of the rank, and the variables that the launcher has changed since it started this process.
-The answer is the process id of the rank. If no answer comes, because this process has ended, no rank is forked.
+The answer is the process id of the rank. If there is none, because this process has ended, no rank was forked.
 See :mod:`drawbar.launch.warm_process`.
 """
 
@@ -37,8 +37,8 @@ def main(descriptor: int) -> None:
 
 
 def _is_as_new(descriptor: int) -> bool:
-    """Whether a fork of this process can do what a new one can: no other thread may run, as it may hold a lock that
-    nobody would release in the fork; and no library may hold anything open, a GPU above all.
+    """Whether a fork of this process is as good as a new process: no other thread may run, as it may hold a lock that
+    nothing would release in the fork; and no library may hold anything open, above all a GPU.
 
     Threads that end at a fork and start again when needed do not count, such as those of OpenBLAS in numpy.
     """
@@ -54,7 +54,7 @@ def _is_as_new(descriptor: int) -> bool:
 
 
 def _lost_cuda() -> bool:
-    """Whether this fork could not use CUDA, as the process that forked it has asked CUDA for devices."""
+    """Whether this fork cannot use CUDA, because the process that forked it has asked CUDA for devices."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.cuda._is_in_bad_fork()
 
@@ -83,14 +83,14 @@ def _fork(channel: Connection, launcher: int) -> bool:
         between = os.getpid()
         if os.fork():
             os._exit(0)
-        os.setsid()  # before anybody knows it: the launcher sends signals to its session
+        os.setsid()  # before the launcher knows this process: it sends signals to its session
         os.write(writer, str(os.getpid()).encode())
         os.close(reader)
         os.close(writer)
         while os.getppid() == between:
             time.sleep(0.001)
         if os.getppid() != launcher:
-            os._exit(1)  # it is gone, or could not adopt this process
+            os._exit(1)  # the launcher is gone, or could not adopt this process
         return True
     os.close(writer)
     os.waitpid(between, 0)  # from here on the launcher is the rank's parent

@@ -1,1 +1,1 @@
-"""Logs, seeds, whether the Hub answers, and tensors read from safetensors files."""
+"""Logging, seeds, access to the Hugging Face Hub and pretrained files, and tensors read from safetensors files."""

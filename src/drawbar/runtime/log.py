@@ -1,7 +1,7 @@
-"""The logger ``drawbar``: the console of rank 0, and one file a rank, appended when a run resumes; and the standard
-streams of a run, which goes on when nobody reads them any more, as behind ``| head``.
+"""The logger ``drawbar``: the console of rank 0, and one file per rank, appended to when a run resumes; and the
+standard streams of a run, which continues when nobody reads them any more, as behind ``| head``.
 
-The run directory comes into being only when everything is ready to train, so records are kept in memory until
+The run directory is created only when everything is ready to train, so records are kept in memory until
 :func:`open_log_file` gives them a file.
 """
 
@@ -30,7 +30,7 @@ _early = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRIT
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that says so, once, when it cannot be written: a full disk must not end a run over its log."""
+    """A log file that warns once if it cannot be written: a full disk must not end a run over its log."""
 
     _failed = False
 
@@ -41,7 +41,7 @@ class _LogFile(logging.FileHandler):
 
 
 def start_logging(rank: int, console: logging.Handler) -> None:
-    """Log to ``console`` on rank 0, and keep everything for the log file."""
+    """Log to ``console`` on rank 0, and keep all records for the log file."""
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.handlers.clear()
@@ -56,8 +56,8 @@ def start_logging(rank: int, console: logging.Handler) -> None:
 def told_while_waiting(
     whom: str | Callable[[], str], after: float = 1.0, say: Callable[[str], object] = logger.info
 ) -> Iterator[None]:
-    """Context for a wait: where it takes longer than ``after`` seconds, a thread says for whom this process waits, then
-    every minute. A function is asked each time."""
+    """Context for a wait: if it takes longer than ``after`` seconds, a thread says what this process waits for, and
+    repeats that every minute. If ``whom`` is a function, it is called each time."""
     over, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
@@ -74,7 +74,7 @@ def told_while_waiting(
 
 
 def log_to_file(text: str, level: int = logging.ERROR) -> None:
-    """Write a text to the log file alone: what the console cannot show, or shows by itself."""
+    """Write a text to the log file only: one that the console cannot show, or shows by itself."""
     record = logger.makeRecord(logger.name, level, __file__, 0, text, (), None)
     for handler in logger.handlers:
         if isinstance(handler, (logging.FileHandler, logging.handlers.MemoryHandler)):
@@ -83,7 +83,7 @@ def log_to_file(text: str, level: int = logging.ERROR) -> None:
 
 @contextmanager
 def errors_in_log() -> Iterator[None]:
-    """Write the error that ends this block to the log file, whoever shows it to the user."""
+    """Write the error that ends this block to the log file, no matter who shows it to the user."""
     try:
         yield
     except Exception as error:
@@ -92,7 +92,7 @@ def errors_in_log() -> Iterator[None]:
 
 
 def open_log_file(run_dir: Path, rank: int) -> None:
-    """Append to ``logs/rank-0003.log`` from here on, beginning with what was logged before it existed."""
+    """Append to ``logs/rank-0003.log`` from now on, beginning with what was logged before it existed."""
     folder = run_dir / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(folder / f"rank-{rank:04d}.log", mode="a", encoding="utf-8")
@@ -107,9 +107,9 @@ _NAMES = {1: "standard output", 2: "standard error"}
 
 
 def ignore_output_errors() -> None:
-    """From now on, what is written to standard output or error cannot fail, whoever writes it: the user's code, too.
+    """From now on, writing to standard output or error cannot fail, not even in the user's code.
 
-    Streams that are no longer those of the process, as in a notebook, stay as they are.
+    Streams that are no longer those of the process, as in a notebook, are left unchanged.
     """
     sys.stdout, sys.stderr = _surviving(sys.stdout, 1), _surviving(sys.stderr, 2)
 
@@ -139,11 +139,11 @@ def _descriptor_of(stream: TextIO) -> int | None:
 
 
 class _Surviving(io.FileIO):
-    """Drops what cannot be written, and says so once: in the log file, and on the other of the two streams."""
+    """Drops what cannot be written, and warns once: in the log file, and on the other of the two streams."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream.fileno(), "w", closefd=False)
-        self._replaced = stream  # kept alive: once it is collected, the descriptor is closed
+        self._replaced = stream  # kept alive: its collection would close the descriptor
         self._failed = False
 
     def write(self, data: "ReadableBuffer", /) -> int:
@@ -154,14 +154,14 @@ class _Surviving(io.FileIO):
             return memoryview(data).nbytes
 
     def _drop(self, error: OSError) -> None:
-        if error.errno == errno.EPIPE:  # nobody reads it any more: drop all, also from children and C libraries
+        if error.errno == errno.EPIPE:  # nobody reads it any more: drop everything, also from children and C libraries
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
         if self._failed:
             return
         self._failed = True
-        text = f"{_NAMES[self.fileno()]} cannot be written ({error.strerror}): the run goes on without it"
+        text = f"{_NAMES[self.fileno()]} cannot be written ({error.strerror}): the run continues without it"
         log_to_file(text, logging.WARNING)
         with suppress(OSError):  # not through the other stream's object, which may be busy
             os.write(2 if self.fileno() == 1 else 1, f"warning: {text}\n".encode())

@@ -1,7 +1,7 @@
-"""The one door to transformers' ``from_pretrained`` and ``from_config``, for models, configs and tokenizers.
+"""The only callers of transformers' ``from_pretrained`` and ``from_config``, for models, configs and tokenizers.
 
-Code that comes with a model is never run, and nobody is asked whether it may be; what a model needs and this machine
-or drawbar has not is told as such.
+Code that comes with a model is never run, and the user is never asked to allow it; if a model needs something that this
+machine or drawbar lacks, the error says so.
 """
 
 import re
@@ -21,16 +21,16 @@ Kind = Literal["model", "tokenizer"]
 """What is loaded; also the setting of a task that names it."""
 
 _QUANTIZED = ("quantization_config", "compression_config", "quantization")
-"""Fields of a ``config.json`` whose weights are stored quantized: of transformers, of older models, of MLX."""
+"""Fields of a ``config.json`` for quantized weights: of transformers, of older models, of MLX."""
 _OWN_CODE = re.compile(r"trust_remote_code|custom code")
 _NEEDED = (
     r"pip[3]?\s+install\s+(?:-\S+\s+)*['\"]?([A-Za-z][\w.\-]*)",
     r"need to install ([a-z][\w\-]*)",
     r"requires the (?:🤗 )?([\w\-]+) library",
 )
-"""How transformers and the libraries below it say which package is missing."""
+"""How transformers and the libraries that it uses report a missing package."""
 
-# a task of the user's own may load a model, too: transformers would ask there on standard input, and wait
+# a user's task may also load a model: transformers would ask there on standard input, and wait
 code_of_models.TIME_OUT_REMOTE_CODE = 0
 
 
@@ -39,11 +39,11 @@ def read_config(name: str, *, for_weights: bool = True, **options: Any) -> PreTr
 
     Args:
         name: a folder, or a name on the Hub.
-        for_weights: the weights are to be loaded, too; else the config is one to build another model from.
-        options: of transformers, such as ``local_files_only``.
+        for_weights: whether the weights will be loaded, too; else the config is for building another model.
+        options: for transformers, such as ``local_files_only``.
 
     Raises:
-        UserError: the model needs code of its own or a package that is not installed, or its weights are quantized.
+        UserError: the model needs its own code or a package that is not installed, or its weights are quantized.
     """
     with _explained("model", name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
@@ -55,7 +55,7 @@ def read_config(name: str, *, for_weights: bool = True, **options: Any) -> PreTr
         delattr(config, field)
     kernel = config._attn_implementation
     if isinstance(kernel, str) and "/" in kernel:
-        logger.warning("%s asks for code of the Hub, %s, which is left out: attention is the usual one", name, kernel)
+        logger.warning("%s asks for a kernel from the Hub, %s: it gets the default attention instead", name, kernel)
         config._attn_implementation = None
     return config
 
@@ -73,20 +73,20 @@ def make_model(model_class: Any, config: PreTrainedConfig, **options: Any) -> An
 
 
 def read_generation_config(name: str, **options: Any) -> GenerationConfig:
-    """As ``from_pretrained`` of a model finds it."""
+    """Read the generation config as ``from_pretrained`` of a model would."""
     try:
         return GenerationConfig.from_pretrained(name, **options)
-    except OSError:  # older models say it in their config
+    except OSError:  # older models have it in their config
         return GenerationConfig.from_pretrained(
             name, config_file_name="config.json", _from_model_config=True, **options
         )
 
 
 def read_tokenizer(name: str, kind: Kind = "tokenizer", **options: Any) -> PreTrainedTokenizerBase:
-    """A tokenizer, from its folder or the Hub; ``kind`` is what its name stands for in the user's settings.
+    """A tokenizer, from its folder or the Hub; ``kind`` is the setting in which the user named it.
 
     Raises:
-        UserError: it needs code of its own, or a package that is not installed.
+        UserError: it needs its own code or a package that is not installed.
     """
     with _explained(kind, name):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
@@ -94,7 +94,7 @@ def read_tokenizer(name: str, kind: Kind = "tokenizer", **options: Any) -> PreTr
 
 @contextmanager
 def _explained(kind: Kind, name: str) -> Iterator[None]:
-    """Context that tells what is missing here from what is wrong with the model, which the caller explains."""
+    """Context that explains what is missing here; the caller explains what is wrong with the model itself."""
     try:
         yield
     except (ImportError, ValueError) as error:
@@ -104,20 +104,20 @@ def _explained(kind: Kind, name: str) -> Iterator[None]:
             raise UserError(
                 f"the {kind} {name} needs its own Python code, which drawbar does not run",
                 where=f"task.{kind}",
-                remedy=f"{native}; code that you have read and trust can be part of a task of your own (docs/tasks.md)",
+                remedy=f"{native}; code that you have read and trust can go into a task of your own (docs/tasks.md)",
             ) from error
         packages = [found[1].rstrip(".").lower() for way in _NEEDED if (found := re.search(way, text))]
         if isinstance(error, ModuleNotFoundError) and error.name and not packages:
             packages = [error.name.partition(".")[0]]
-        if packages == ["tiktoken"] and find_spec("sentencepiece") is None:  # which it tries first, and says nothing of
+        if packages == ["tiktoken"] and find_spec("sentencepiece") is None:  # which it silently tries first
             packages, text = ["sentencepiece"], "its vocabulary is a file of that library"
         if not isinstance(error, ImportError) and not packages:
             raise
         package = packages[0] if packages else None
         raise UserError(
-            f"the {kind} {name} needs {f'the package {package}' if package else 'what is not installed here'}: {text}",
+            f"the {kind} {name} needs {f'the package {package}' if package else 'something not installed'}: {text}",
             where=f"task.{kind}",
-            remedy=f"`pip install {package}`" if package else "install it beside drawbar",
+            remedy=f"`pip install {package}`" if package else "install it alongside drawbar",
         ) from error
 
 
@@ -129,5 +129,5 @@ def _quantized(name: str, found: Any) -> UserError:
         f"{Path(name).name if Path(name).is_dir() else name} is stored quantized{f' ({how})' if how else ''}, which "
         "drawbar does not train",
         where="task.model",
-        remedy="name the model that is not: the one that this was made from",
+        remedy="name the unquantized model that it was made from",
     )

@@ -1,5 +1,5 @@
-"""Tensors that stay in their files until they are asked for, and models whose parameters are still on the meta device:
-with both, a model too large for one rank is built, sharded and loaded without ever being in memory in full. And copies
+"""Tensors that stay in their files until they are needed, and models whose parameters are still on the meta device:
+together, they build, shard and load a model too large for one rank without ever holding all of it in memory. And copies
 of live tensors in host memory.
 """
 
@@ -24,25 +24,25 @@ from drawbar.util.file_content import BEGIN_BYTES, content_of_bytes
 from drawbar.util.strict_json import read_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""By the names that settings use."""
+"""torch's dtypes, by the names that settings use."""
 
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A box of a full tensor, to be written or to be filled."""
+    """A box of a full tensor, to be written or filled."""
 
     name: str
-    """Of the whole tensor: ``lm_head.weight``, for the optimizer ``lm_head.weight/exp_avg``."""
+    """Name of the full tensor: ``lm_head.weight``, for the optimizer ``lm_head.weight/exp_avg``."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     offset: tuple[int, ...]
-    """Where the box begins, one number a dimension."""
+    """Where the box begins, one number per dim."""
     data: torch.Tensor
-    """The box; its shape is the box's size."""
+    """The values of the box; its shape is the size of the box."""
 
 
 Slices = tuple[slice, ...]
-"""One slice for each dim, in steps of 1."""
+"""One slice per dim, with a step of 1."""
 
 STORED_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -65,14 +65,14 @@ STORED_DTYPES: dict[str, torch.dtype] = {
 """The dtypes that drawbar stores and reads, by safetensors' names for them (safetensors has a few more)."""
 
 _PIECE = 16 * 2**20
-"""Upper limit on the bytes of one read where whole rows are read, but only some of their columns are wanted."""
+"""Upper limit on the bytes of one read when whole rows are read but only some of their columns are needed."""
 
 
 class ByteSource(Protocol):
     """An open file that tensors are read from."""
 
     def read_into(self, buffer: memoryview, begin: int) -> None:
-        """Fill ``buffer`` with the bytes from ``begin`` on. Raises OSError where they cannot be read."""
+        """Fill ``buffer`` with the bytes from ``begin`` on. Raises OSError if they cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class _Stored:
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Tensors by name; each is read from a file, or made, when, and as often as, it is asked for."""
+    """Tensors by name; each is read from a file, or computed, every time it is accessed."""
 
     @abstractmethod
     def shape(self, name: str) -> torch.Size: ...
@@ -112,8 +112,8 @@ class StoredTensors(Mapping[str, Tensor]):
 
     @abstractmethod
     def read(self, name: str, index: Slices) -> Tensor:
-        """A slice of a tensor, in the stored dtype; not to be changed in place. Of files, little more than the slice is
-        ever in memory.
+        """A slice of a tensor, in the stored dtype; it must not be changed in place. From files, little more than the
+        slice is ever in memory.
 
         Raises:
             OSError: the file cannot be read.
@@ -124,7 +124,7 @@ class StoredTensors(Mapping[str, Tensor]):
         """The same tensors under other names; nothing is read.
 
         Args:
-            names: new name → present name. Several may stand for one tensor; present names left out are gone.
+            names: new name → present name. Several may refer to one tensor; present names left out are dropped.
         """
 
     @abstractmethod
@@ -142,14 +142,14 @@ class TensorFiles(StoredTensors):
     """The tensors of safetensors files.
 
     Files are read, never mapped: mapped pages count as memory of the process, and network file systems cannot delete a
-    mapped file. They stay open while this object or a renamed one lives, so that a file may be deleted meanwhile.
+    mapped file. They stay open while this object or a renamed one lives, so a file may be deleted in the meantime.
 
     Args:
-        paths: the files. If several have a tensor of one name, that of the last counts.
+        paths: the files. If several have a tensor of the same name, the last one counts.
 
     Raises:
         OSError: a file cannot be opened.
-        ValueError: a file is no safetensors file, or is cut short.
+        ValueError: a file is not a safetensors file, or is cut off.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -203,24 +203,24 @@ def further_names(identities: Mapping[str, Hashable]) -> dict[str, str]:
 
 
 def read_slice(tensors: Mapping[str, Tensor], name: str, index: Slices) -> Tensor:
-    """``tensors[name][index]``; of tensors in files, only that slice is read."""
+    """``tensors[name][index]``; for tensors in files, only that slice is read."""
     return tensors.read(name, index) if isinstance(tensors, StoredTensors) else tensors[name][index]
 
 
 def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
-    """``tensors[name].shape``, without reading the tensor where it is in a file."""
+    """``tensors[name].shape``, without reading a tensor that is in a file."""
     return tensors.shape(name) if isinstance(tensors, StoredTensors) else tensors[name].shape
 
 
 def dtype_of(tensors: Mapping[str, Tensor], name: str) -> torch.dtype:
-    """``tensors[name].dtype``, without reading the tensor where it is in a file."""
+    """``tensors[name].dtype``, without reading a tensor that is in a file."""
     return tensors.dtype(name) if isinstance(tensors, StoredTensors) else tensors[name].dtype
 
 
 def read_header(file: int, path: Path) -> tuple[dict[str, Any], int]:
     """The header of a safetensors file, checked, and the byte at which the tensors begin.
 
-    The file has the header's length in 8 bytes, the header as JSON, then the tensors. Raises ValueError for another.
+    The file has the header's length in 8 bytes, the header as JSON, then the tensors; else this raises ValueError.
     """
     size = os.fstat(file).st_size
     length = int.from_bytes(os.pread(file, 8, 0), "little")
@@ -235,14 +235,14 @@ def read_header(file: int, path: Path) -> tuple[dict[str, Any], int]:
     except (ValueError, KeyError, TypeError, AttributeError):
         found = content_of_bytes(os.pread(file, BEGIN_BYTES, 0))
         but = f", but {found.what}" if found is not None and found.name != "safetensors" else ""
-        raise ValueError(f"{path} is no safetensors file{but}") from None
+        raise ValueError(f"{path} is not a safetensors file{but}") from None
     if size != 8 + length + end:
         raise ValueError(f"{path} has {size} bytes instead of {8 + length + end}")
     return header, 8 + length
 
 
 def _is_plain(entry: Any) -> bool:
-    """Whether a tensor's entry in a header has values of the right types and signs. The file is not trusted."""
+    """Whether a tensor's entry in a header has values of valid types and signs. The file is not trusted."""
     start, end = entry["data_offsets"]
     numbers = [start, end, *entry["shape"]]
     if not isinstance(entry["dtype"], str) or any(type(number) is not int for number in numbers):
@@ -289,7 +289,7 @@ def read_box(
 def fill_box(
     source: ByteSource, box: Tensor, begin: int, shape: tuple[int, ...], bounds: Sequence[tuple[int, int]]
 ) -> None:
-    """Like ``read_box``, but fills ``box``, which is contiguous, in host memory, and of the stored dtype."""
+    """Like ``read_box``, but fill ``box``, which is contiguous, in host memory, and of the stored dtype."""
     if box.numel() > 0:
         _read_bounds(source, box, begin, shape, bounds)
 
@@ -316,16 +316,16 @@ def _read_bounds(
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host: what is written to the view is in the tensor."""
+    """The memory of a contiguous tensor on the host: writing to the view changes the tensor."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules made in here have their parameters on the meta device, and so take no memory; buffers are made as ever.
+    """Context in which new modules have their parameters, but not their buffers, on the meta device, without memory.
 
-    One parameter in two places stays one. (``torch.device("meta")`` would take the buffers along, and what is computed
-    for them, such as rotary frequencies, would be lost. After accelerate's ``init_empty_weights``.)
+    Tied parameters stay tied. (``torch.device("meta")`` would also move the buffers, whose computed values, such as
+    rotary frequencies, would be lost. Modelled on accelerate's ``init_empty_weights``.)
     """
     register = nn.Module.register_parameter
     replaced = WeakTensorKeyDictionary()
@@ -359,21 +359,21 @@ class OnDemandTensor:
     shape: torch.Size
     dtype: torch.dtype
     get: Callable[[], Tensor]
-    """Returns the tensor, in new memory or in memory that nobody changes; it may raise."""
+    """Returns the tensor, in new memory or in memory that nobody changes. May raise."""
 
 
 class OnDemandTensors(StoredTensors):
-    """A mapping of names to tensors, each made by an ``OnDemandTensor``. To read a region of one, all of it is made."""
+    """Maps names to tensors, each from an ``OnDemandTensor``. Reading a slice of a tensor computes all of it."""
 
     def __init__(self, tensors: Mapping[str, OnDemandTensor]) -> None:
         self._tensors = dict(tensors)
 
     @classmethod
     def of(cls, tensors: StoredTensors, get: Callable[[str], Tensor]) -> "OnDemandTensors":
-        """The tensors of ``tensors``, each read by ``get``.
+        """The same tensors, each read by ``get``.
 
         Args:
-            get: returns what ``tensors[name]`` does; it may raise other errors.
+            get: returns the same as ``tensors[name]``; it may raise other errors.
         """
         tied = tensors.tied()
         found = {
@@ -413,13 +413,13 @@ def host_copies(
     keeps: bool = True,
     convert: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor.detach(),
 ) -> dict[str, Tensor]:
-    """Copies in host memory that share no memory with the live tensors, so that training can go on while they are
+    """Copies in host memory that share no memory with the live tensors, so that training can continue while they are
     written.
 
     Names that share a tensor share its copy. Views that merely overlap become tensors of their own.
 
     Args:
-        keeps: False on a rank that only takes part in the collectives of ``convert``; it gets an empty dict.
+        keeps: False on a rank that only takes part in the collectives of ``convert``: it gets an empty dict.
         convert: returns the full tensor (collective if sharded); called once per tensor, in one order on all ranks.
     """
     first = tied_names(tensors)
@@ -432,7 +432,7 @@ def host_copies(
 
 
 def unique_names(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of the tensors, of tied ones the first."""
+    """The names of the tensors; for tied ones, only the first."""
     further = tied_names(tensors)
     return [name for name in tensors if name not in further]
 
@@ -443,7 +443,7 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _identity(tensor: Tensor) -> Hashable:
-    # Of a DTensor a rank's part may be empty, and every rank must give the same answer. Empty tensors all live at
+    # A rank's part of a DTensor may be empty, and every rank must give the same answer. All empty tensors are at
     # address 0, which does not tie them; they may be parameters that ZeRO-3 has freed.
     if isinstance(tensor, DTensor) or tensor.numel() == 0:
         return id(tensor)

@@ -23,9 +23,9 @@ def seed_everything(seed: int, seed_rank: int = 0) -> None:
 
 
 def use_deterministic_kernels() -> None:
-    """Compute with kernels whose result is the same in every run, though some are slower (CUDA's scatter-adds). Where
-    torch has none (cumulative sums of floats on CUDA, for one), it raises. Call it before any kernel has run."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses every matrix product on CUDA
+    """Use kernels whose results are the same in every run, though some are slower (CUDA's scatter-adds). Operators for
+    which torch has none raise (for example, cumulative sums of floats on CUDA). Call this before any kernel runs."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch raises at every matrix product on CUDA
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # else torch writes NaN to all memory that it allocates
     torch.backends.cudnn.benchmark = False
@@ -52,12 +52,12 @@ def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def rng_bytes() -> bytes:
-    """The state of all generators of the host: equal bytes where nothing was drawn in between."""
+    """The state of all generators on the host: equal bytes if nothing was drawn in between."""
     return b"".join(part.numpy().tobytes() for part in rng_state(torch.device("cpu")).values())
 
 
 def note_host_generators() -> Callable[[], None]:
-    """Note the state of all generators of the host; what is returned puts it back. Quicker than ``rng_state``."""
+    """Return a function that restores the present state of all generators on the host. Faster than ``rng_state``."""
     python, numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
 
     def put_back() -> None:
@@ -69,7 +69,7 @@ def note_host_generators() -> Callable[[], None]:
 
 
 def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Put back what :func:`rng_state` returned. A device whose state was not saved keeps its own."""
+    """Restore what :func:`rng_state` returned. A device whose state was not saved keeps its current state."""
     torch.set_rng_state(state["torch"])
     gauss = float(state["python_gauss"][0])
     random.setstate((3, tuple(state["python"].tolist()), None if gauss != gauss else gauss))

@@ -1,7 +1,7 @@
-"""What drawbar uses of torch that is not public: the one place to look at when a new torch is out.
+"""The private names of torch that drawbar uses: the one place to check when a new version of torch is released.
 
-Names are imported from here: ``from drawbar.runtime.torch_internals import ReplicateModule``. They are looked up when
-they are asked for, as some take seconds to import. A test looks for all of them in each torch that is tested.
+Names are imported from here: ``from drawbar.runtime.torch_internals import ReplicateModule``. They are imported on
+first use, as some take seconds to import. A test looks for all of them in each tested version of torch.
 """
 
 from importlib import import_module
@@ -37,13 +37,13 @@ NAMES = {
     "tree_leaves": ("torch.utils._pytree", "the tensors of nested arguments"),
     "tree_map": ("torch.utils._pytree", "the tensors of nested arguments"),
 }
-"""By name: its module, and what it is for."""
+"""Name → its module, and what drawbar uses it for."""
 
 
 def __getattr__(name: str) -> Any:
     """
     Raises:
-        UserError: this torch has no such name.
+        UserError: the installed torch has no such name.
     """
     if name not in NAMES:
         raise AttributeError(f"module {__name__} has no attribute {name}")
@@ -54,5 +54,5 @@ def __getattr__(name: str) -> Any:
         first, last = TESTED["torch"]
         raise UserError(
             f"torch {installed('torch')} has no {module}.{name}, which drawbar uses ({purpose})",
-            remedy=f"install a torch from {first} to {last}, with which drawbar is tested",
+            remedy=f"install a version of torch from {first} to {last}, with which drawbar is tested",
         ) from error

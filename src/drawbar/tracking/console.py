@@ -1,6 +1,6 @@
 """Console output of a run: a live view on a terminal, plain lines elsewhere, nothing from ranks other than 0.
 
-The long lines go to files (``metrics.jsonl``, ``logs/``); this is for reading along.
+The full records are in files (``metrics.jsonl``, ``logs/``); the console is for following along.
 """
 
 import logging
@@ -20,52 +20,52 @@ from drawbar.tracking.meters import Clock, TimeLeft
 from drawbar.util.best_score import BestScore
 
 QUIET_SECONDS = 10.0
-"""Without a terminal, a long phase says how far it is after so many seconds without a line."""
+"""Without a terminal, a long phase reports its progress after this many seconds without a line."""
 
 
 class Console:
-    """Tells a person how the run is going; this one tells nothing, as on ranks other than 0. A step here is the number
-    of steps done, as in the metrics."""
+    """Shows a person how the run is going. This base class shows nothing, as on ranks other than 0. A step is the
+    number of steps done, as in the metrics."""
 
     def start(self, total_steps: int, first_step: int) -> None:
         """Training begins, with ``first_step`` of ``total_steps`` steps already done."""
 
     def advance(self, step: int) -> None:
-        """A step is done."""
+        """``step`` steps are done."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show the ``train/`` metrics of a step."""
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Show scores, by their names ``eval/<split>/<score>``."""
+        """Show the scores of an evaluation, by their names ``eval/<split>/<score>``."""
 
     def best(self, score: BestScore) -> None:
-        """The best score of the run so far."""
+        """Show the best score of the run so far."""
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """Long work besides training, such as ``encoding`` or ``evaluating``, is at ``done`` of ``total``.
+        """Show the progress of long work other than training, such as ``encoding`` or ``evaluating``.
 
-        It ends when ``done`` reaches ``total``. One phase at a time; it may come before :meth:`start`.
+        The phase ends when ``done`` reaches ``total``. Only one runs at a time; it may precede :meth:`start`.
         """
 
     def message(self, text: str) -> None:
-        """Show a text as it is."""
+        """Show a text unchanged."""
 
     def logging_handler(self) -> logging.Handler:
-        """A handler that shows log records without disturbing the rest."""
+        """A handler that shows log records without disturbing the other output."""
         return logging.NullHandler()
 
     def stop(self) -> None:
-        """Give the terminal back. May be called twice, and must be called even when the run fails."""
+        """Release the terminal. May be called twice, and must be called even if the run fails."""
 
 
 class TerminalConsole(Console):
-    """Lines that scroll by, and below them a view of the run: its newest numbers, and the current phase."""
+    """Scrolling lines, and below them a live view of the run: its newest metrics and the current phase."""
 
     def __init__(self) -> None:
         self._rich = RichConsole(highlight=False)
         self._values = LiveValues()
-        # rich draws in a thread of this process; more often than this, it is felt by a small model
+        # rich draws in a thread of this process: a higher rate would slow down a small model noticeably
         self._live = Live(LiveView(self._values), console=self._rich, refresh_per_second=4)
         self._time_left: TimeLeft | None = None
 
@@ -111,7 +111,7 @@ class TerminalConsole(Console):
 
 
 class PlainConsole(Console):
-    """One line for each thing worth saying, at once: for files, pipes and schedulers' logs."""
+    """Prints one line per event, without delay: for files, pipes and schedulers' logs."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -147,7 +147,7 @@ class PlainConsole(Console):
 
 
 class _PlainFormatter(logging.Formatter):
-    """INFO messages as they are; warnings and errors with their level name in front."""
+    """INFO messages unchanged; warnings and errors with their level name in front."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -160,11 +160,11 @@ def _with_plain_format(handler: logging.Handler) -> logging.Handler:
 
 
 def make_console(is_rank_zero: bool) -> Console:
-    """The console for this process: a live view where standard output is a terminal that can move its cursor."""
+    """The console for this process: a live view if standard output is a terminal that can move its cursor."""
     if not is_rank_zero:
         return Console()
-    # isatty, and not rich's own test: FORCE_COLOR, set by many CI systems, would have it draw bars into a log file.
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None where the shell has closed it: `>&-`
+    # isatty, and not rich's own test: FORCE_COLOR, set by many CI systems, would make it draw bars into a log file.
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None if the shell has closed it: `>&-`
     if is_terminal and not RichConsole().is_dumb_terminal:
         return TerminalConsole()
     return PlainConsole()

@@ -1,7 +1,7 @@
-"""``metrics.jsonl`` in the run directory, which every run has (its schema is in ``docs/metrics.md``).
+"""``metrics.jsonl`` in the run directory, which every run writes (its schema is in ``docs/metrics.md``).
 
-A run that was killed and resumed must read like one that never stopped. So where it goes on at step s, what was written
-about steps after s is dropped first: the run is about to make them again.
+A run that was killed and resumed must read like one that never stopped. So a run that resumes at step s first drops the
+lines of later steps, which it is about to repeat.
 """
 
 import json
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class JsonlTracker(Tracker):
-    """One JSON object a line, handed to the operating system when ``log`` returns."""
+    """Writes one JSON object per line, which the operating system has once ``log`` returns."""
 
     in_background: ClassVar[bool] = False
 
     def start(self, run: TrackedRun) -> None:
-        """Raises ``UserError`` where the file cannot be written."""
+        """Raises ``UserError`` if the file cannot be written."""
         self._path = path = run.folder / "metrics.jsonl"
         with writing(path):
             if path.exists():
@@ -47,8 +47,8 @@ class JsonlTracker(Tracker):
 
 
 def _drop_lines_after(path: Path, last_step: int, evaluated: bool) -> None:
-    """Rewrite the file, atomically, without unreadable lines and those of later steps; and, if ``last_step``
-    is to be evaluated again, without the scores of that step."""
+    """Atomically rewrite the file without unreadable lines and those of later steps; if ``last_step`` will be evaluated
+    again (not ``evaluated``), also without the scores of that step."""
     with path.open("rb") as lines, replacing(path) as kept:
         for number, line in enumerate(lines, start=1):
             entry = parse_metrics_line(line)
@@ -62,7 +62,7 @@ def _drop_lines_after(path: Path, last_step: int, evaluated: bool) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say which file could not be written, and why."""
+    """Raise a UserError that says which file could not be written, and why."""
     try:
         yield
     except OSError as error:

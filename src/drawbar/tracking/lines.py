@@ -1,4 +1,4 @@
-"""Numbers and lines as people read them."""
+"""Formats numbers and lines for people to read."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """``18,204``, ``4.321``, ``1.2e-05``, ``3.1e+17``: as many digits as can be told apart at a glance."""
+    """``18,204``, ``4.321``, ``1.2e-05``, ``3.1e+17``: as many digits as can be read at a glance."""
     if 1e15 <= abs(value) < math.inf:
         return f"{value:.1e}"
     if abs(value) >= 1000:
@@ -30,12 +30,12 @@ def number(value: float) -> str:
 
 
 def step_of_total(step: int, total_steps: int | None) -> str:
-    """``step 20/500``, or ``step 20`` where the total is not known."""
+    """``step 20/500``, or ``step 20`` if the total is unknown."""
     return f"step {step:,}" if total_steps is None else f"step {step:,}/{total_steps:,}"
 
 
 def speed(values: Mapping[str, float | None]) -> str | None:
-    """``18,204 tok/s``, of the ``train/`` metrics of a step; ``samples/s`` where samples have no tokens."""
+    """``18,204 tok/s``, from the ``train/`` metrics of a step; ``samples/s`` if samples have no tokens."""
     for unit, name in (("tok/s", "train/tokens_per_second"), ("samples/s", "train/samples_per_second")):
         if (found := values.get(name)) is not None:
             return f"{found:,.0f} {unit}"
@@ -43,17 +43,17 @@ def speed(values: Mapping[str, float | None]) -> str | None:
 
 
 def time_left(seconds: float | None) -> str | None:
-    """``1m12s left``; None where it is not known, or nothing is left."""
+    """``1m12s left``; None if it is unknown, or nothing is left."""
     return f"{duration(seconds)} left" if seconds else None
 
 
 def join(*parts: str | None) -> str:
-    """The parts that there are, two spaces apart."""
+    """Join the parts that are not empty, two spaces apart."""
     return "  ".join(part for part in parts if part)
 
 
 def log_line(step: int, total_steps: int | None, values: Mapping[str, float]) -> str:
-    """What a person follows of the ``train/`` metrics, in under 80 columns; the metric files have all of them."""
+    """The most important ``train/`` metrics, in under 80 columns; the metric files have all of them."""
     shown = {name.removeprefix("train/"): value for name, value in values.items()}
     return join(
         step_of_total(step, total_steps),

@@ -1,7 +1,7 @@
-"""The live view of a run on a terminal: its newest numbers, in as many lines as they need at the terminal's width.
+"""The live view of a run on a terminal: its newest metrics, in as many lines as they need at the terminal's width.
 
-``drawbar train`` draws it below its lines, and ``drawbar watch`` by itself. A line breaks between two items and never
-inside of one; where a single item is wider than the terminal, its name is shortened, not its value.
+``drawbar train`` draws it below its lines, ``drawbar watch`` on its own. Lines break between items, never inside one;
+if a single item is wider than the terminal, its name is shortened, not its value.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,25 +17,25 @@ from drawbar.tracking.lines import number, speed, step_of_total, time_left
 from drawbar.util.best_score import BestScore
 
 WIDEST = 110
-"""The most columns that are used of a terminal: longer lines cannot be read in one glance."""
+"""Maximum width in columns: longer lines cannot be read at a glance."""
 LABELLED = 60
-"""The least width of a terminal, in columns, at which the labels of rows get a column of their own."""
+"""Minimum width of a terminal, in columns, at which the labels of rows get a column of their own."""
 MOST_SCORES = 8
-"""Scores of an evaluation that are shown; ``metrics.jsonl`` has all."""
+"""Maximum number of scores shown for an evaluation; ``metrics.jsonl`` has all of them."""
 _LABEL_WIDTH = 12
 _GAP = 2
 
 
 @dataclass(frozen=True)
 class LabelledValue:
-    """A value, mostly a number, with its name; the two are always in the same line."""
+    """A value, usually a number, with its name; both are always on the same line."""
 
     value: str
     name: str = ""
     after: str = ""
-    """A unit or a name behind the value."""
+    """A unit or a name shown after the value."""
     style: str = "bold"
-    """Rich's style of the value."""
+    """Rich style of the value."""
 
     def text(self, width: int) -> Text:
         """The item in at most ``width`` columns: if it is too long, its name is shortened."""
@@ -49,7 +49,7 @@ class LabelledValue:
 
 @dataclass
 class LiveValues:
-    """What is known of a run. What is None, or empty, is not shown."""
+    """The values of a run that the live view shows. Those that are None or empty are left out."""
 
     step: int | None = None
     total_steps: int | None = None
@@ -58,26 +58,26 @@ class LiveValues:
     lr: float | None = None
     grad_norm: float | None = None
     speed: str | None = None
-    """With its unit."""
+    """Including its unit."""
     mfu: float | None = None
     peak_memory_gib: float | None = None
     skipped: float | None = None
-    """Updates left out so far, as fp16 overflowed."""
+    """Updates skipped so far because fp16 overflowed."""
     evaluated_step: int | None = None
     scores: Mapping[str, float] = field(default_factory=dict)
-    """Of the newest evaluation, by their names ``eval/<split>/<score>``."""
+    """The scores of the newest evaluation, by their names ``eval/<split>/<score>``."""
     best: BestScore | None = None
     phase: tuple[str, int, int] | None = None
     """Work other than training, such as an evaluation: its name, how much is done, and how much there is."""
     heading: Sequence[LabelledValue] = ()
-    """What stands above all else."""
+    """Shown above everything else."""
     checkpoint: int | None = None
     """Step of the newest checkpoint."""
     notice: str = ""
-    """A sentence below all else."""
+    """A sentence shown below everything else."""
 
     def take(self, values: Mapping[str, float]) -> None:
-        """Take over the ``train/`` metrics of a step."""
+        """Update these values from the ``train/`` metrics of a step."""
         for name in ("loss", "lr", "grad_norm", "mfu", "peak_memory_gib", "skipped"):
             if f"train/{name}" in values:
                 setattr(self, name, values[f"train/{name}"])
@@ -85,7 +85,7 @@ class LiveValues:
 
 
 class LiveView:
-    """Draws a run's values as they are at that moment."""
+    """Draws the current values of a run."""
 
     def __init__(self, values: LiveValues) -> None:
         self.values = values
@@ -106,7 +106,7 @@ class LiveView:
 
 
 def flow(label: str, items: Sequence[LabelledValue], width: int) -> Iterator[Text]:
-    """Lines of items, as many in a line as fit into ``width`` columns; none where there are no items."""
+    """Lines of items, as many per line as fit into ``width`` columns; no lines if there are no items."""
     if not items:
         return
     indent = 0 if not label else _LABEL_WIDTH if width >= LABELLED else _GAP
@@ -176,11 +176,11 @@ def _evaluation(values: LiveValues) -> Iterator[LabelledValue]:
 
 
 def _printable(text: str) -> str:
-    """The text without what would move a terminal's cursor: names of metrics and runs may hold anything."""
+    """Replace unprintable characters, which could move the cursor: metric and run names may contain anything."""
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
 def _parted(text: str) -> tuple[str, str, str]:
-    """The arguments of a ``LabelledValue`` from text such as ``4,100 tok/s``: number, no name, unit."""
+    """Split text such as ``4,100 tok/s`` into the arguments of a ``LabelledValue``: number, no name, unit."""
     value, _, unit = text.partition(" ")
     return value, "", unit

@@ -1,4 +1,4 @@
-"""Measuring a run: speed, time left, memory."""
+"""Measures a run: speed, time left, memory."""
 
 import resource
 import sys
@@ -13,7 +13,7 @@ Clock = Callable[[], float]
 
 
 class Throughput:
-    """Units (tokens, examples) trained per second of training, without the time spent on anything else."""
+    """Units (tokens, examples) trained per second of training, excluding time spent on anything else."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
@@ -25,7 +25,7 @@ class Throughput:
         self._units += units
 
     def read(self) -> float:
-        """Units per second since the last reading, outside :meth:`paused`; 0 where no time has passed."""
+        """Units per second since the last reading, outside :meth:`paused`; 0 if no time has passed."""
         now = self._clock()
         seconds = now - self._start
         rate = self._units / seconds if seconds > 0 else 0.0
@@ -34,20 +34,20 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the time inside, such as evaluating and saving. May be nested; do not read inside."""
+        """Exclude the time spent inside, such as for evaluating and saving. May be nested; do not read inside."""
         trained = self._clock() - self._start
         try:
             yield
         finally:
-            # Set from the time trained so far, not from the pause's length: then a nested pause counts once.
+            # Set from the time trained so far, not from the pause's length, so that a nested pause counts once.
             self._start = self._clock() - trained
 
 
 class TimeLeft:
-    """Wall time until the last step, from the mean of the steps so far.
+    """Estimates the wall time until the last step, from the mean of the steps so far.
 
-    The mean takes in evaluation and saving, which the remaining steps will see too, but not the first step, which
-    also pays for compiling and warming up.
+    The mean includes evaluation and saving, which the remaining steps will need too, but not the first step, which
+    includes compilation and warm-up.
     """
 
     def __init__(self, total_steps: int, first_step: int, clock: Clock = time.perf_counter) -> None:
@@ -58,7 +58,7 @@ class TimeLeft:
         self._from_time: float | None = None
 
     def advance(self, step: int) -> None:
-        """``step`` steps are done now."""
+        """``step`` steps are done."""
         self._step = step
         if self._from_time is None:
             self._from_step, self._from_time = step, self._clock()
@@ -72,7 +72,7 @@ class TimeLeft:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes held at once: by tensors on a CUDA device (since the last reset), else by the process (resident)."""
+    """Peak memory in bytes: of tensors on a CUDA device since the last reset, else resident memory of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

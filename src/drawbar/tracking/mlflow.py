@@ -14,31 +14,31 @@ logger = logging.getLogger(__name__)
 RUN_TAG = "drawbar.run_id"
 SECONDS_TO_ANSWER = 10.0
 GATEWAY_ERRORS = (502, 503, 504)
-"""HTTP statuses by which a proxy says that the server behind it does not answer."""
+"""HTTP statuses with which a proxy reports that the server behind it does not answer."""
 MOST_PARAMETERS = 100
-"""In one request."""
+"""In a single request."""
 LONGEST_PARAMETER = 6000
-"""Characters of its value."""
+"""Maximum length of a parameter's value, in characters."""
 
 
 class MLflowTracker(Tracker):
-    """Logs to MLflow. A run that goes on is the same run there: it is found by a tag.
+    """Logs to MLflow. A resumed run continues the same MLflow run, which is found by a tag.
 
     Args:
         experiment: the name of the experiment that the run belongs to.
-        uri: of the server (``http://…``) or of a database (``sqlite:///mlflow.db``); by default that of the environment
-            variable ``MLFLOW_TRACKING_URI``. MLflow takes a user, a password or a token from the environment, too.
+        uri: of the server (``http://…``) or of a database (``sqlite:///mlflow.db``); by default, the environment
+            variable ``MLFLOW_TRACKING_URI``. MLflow also takes a user, a password or a token from the environment.
     """
 
     packages: ClassVar[Mapping[str, str]] = {"mlflow": "drawbar[mlflow]"}
 
     def __init__(self, experiment: str = "drawbar", uri: str | None = None) -> None:
         if uri is None and "MLFLOW_TRACKING_URI" not in os.environ:
-            raise ValueError("neither uri nor the environment variable MLFLOW_TRACKING_URI says where to log")
+            raise ValueError("neither the option uri nor the environment variable MLFLOW_TRACKING_URI is set")
         self._experiment, self._uri = experiment, uri
 
     def service_problem(self) -> str | None:
-        import requests  # mlflow needs it, too
+        import requests  # mlflow depends on it
 
         uri = self._uri or os.environ["MLFLOW_TRACKING_URI"]
         address = urlsplit(uri)
@@ -90,7 +90,7 @@ class MLflowTracker(Tracker):
 
 
 def flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Settings by their dotted keys."""
+    """Nested settings by their dotted keys."""
     found: dict[str, object] = {}
     for name, value in settings.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}

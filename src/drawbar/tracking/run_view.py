@@ -1,6 +1,6 @@
-"""``RunView``: a run as its files tell of it, and its job where a package knows of one. Without torch.
+"""``RunView``: a run as read from its files, with its job if an installed package finds one. Does not import torch.
 
-Every command that looks at runs reads them here, while they train and long after, and shows a view its own way.
+Every command that shows runs reads them here, during training and long after, and presents the view in its own way.
 """
 
 import fcntl
@@ -23,23 +23,22 @@ from drawbar.util.run_dir import LOCK_FILE, METRICS_FILE, STATUS_FILE, is_run_di
 
 RunState = Literal["training", "complete", "stopped", "failed"]
 STALE, SUBMITTED, UNKNOWN = "stale", "submitted", "unknown"
-"""States of a run besides those that it writes itself: see ``RunView.state``."""
+"""States of a run that it does not write itself: see ``RunView.state``."""
 _TAIL = 2**18
-"""Bytes of ``metrics.jsonl`` that are read: the newest lines."""
+"""How many bytes of ``metrics.jsonl`` are read, from its end: the newest lines."""
 _RATES = ("train/tokens_per_second", "train/samples_per_second")
 _LATEST = 1e11
 """Seconds since 1970: a line with a later time, or with NaN, is damaged."""
 _QUIET = 120.0
-"""Seconds without a new line of ``metrics.jsonl`` that are normal for any run."""
+"""Seconds without a new line in ``metrics.jsonl`` that are normal for any run."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """``status.json``: the state of a run, as it last wrote it. A killed run stays at ``training``, with an old
-    ``time``."""
+    """``status.json``: the state that a run wrote last. A killed run stays at ``training``, with an old ``time``."""
 
     state: RunState
-    """``complete``: all steps are made, or early stopping has ended it. ``stopped``: it has saved, and can go on."""
+    """``complete``: all steps are done, or early stopping ended it. ``stopped``: it has saved, and can be resumed."""
     step: int
     total_steps: int
     time: float
@@ -49,12 +48,12 @@ class RunStatus:
 
     @property
     def summary(self) -> str:
-        """How the log and a report say that the training ended here: ``stopped at step 60/500``."""
+        """How the log and reports describe the end of the training: ``stopped at step 60/500``."""
         return f"{self.state} at step {self.step}/{self.total_steps}"
 
     @staticmethod
     def read(run_dir: Path) -> "RunStatus | None":
-        """None where the run has not begun."""
+        """Read the status of a run; None if it has not begun."""
         try:
             status = RunStatus(**json.loads((run_dir / STATUS_FILE).read_bytes()))
         except (OSError, ValueError, TypeError):
@@ -63,14 +62,14 @@ class RunStatus:
 
 
 def write_run_status(run_dir: Path, state: RunState, step: int, total_steps: int, started: float) -> None:
-    """Write ``status.json``. Raises OSError where that cannot be done."""
+    """Write ``status.json``. Raises OSError if that fails."""
     status = RunStatus(state, step, total_steps, round(time.time(), 3), started)
     write_atomically(run_dir / STATUS_FILE, json.dumps(asdict(status)).encode() + b"\n")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is. A field is None where the run has not written it yet."""
+    """The progress of a run. A field is None if the run has not written it yet."""
 
     run_state: str | None = None
     """The state in ``status.json``: see :class:`RunStatus`."""
@@ -80,26 +79,26 @@ class Progress:
     loss: float | None = None
     lr: float | None = None
     rates: Mapping[str, float | None] = field(default_factory=dict)
-    """The speed, by the name of its metric: in tokens a second, or in samples."""
+    """Speeds by metric name, in tokens or samples per second."""
     mfu: float | None = None
     peak_memory_gib: float | None = None
     seconds_left: float | None = None
-    """From the newest line to the last step, at the mean pace of the newest lines since the run began or went on."""
+    """From the newest line to the last step, at the mean pace of the newest lines since the run started or resumed."""
     evaluated_step: int | None = None
     """Step of the newest evaluation."""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """Of that evaluation, by their names in ``metrics.jsonl``."""
+    """The scores of that evaluation, by their names in ``metrics.jsonl``."""
     written: float | None = None
-    """When the newest line was written, or ``status.json`` before there is any; in seconds since 1970."""
+    """When the newest line was written, or ``status.json`` if there is no line yet; in seconds since 1970."""
     patience: float = _QUIET
-    """Seconds after ``written`` until a run that trains should have written more."""
+    """Seconds after ``written`` by which a run that is training should have written more."""
     checkpoint: int | None = None
     """Step of the newest checkpoint."""
     best: BestScore | None = None
 
     @property
     def step_of_total(self) -> str:
-        """``20/500``, ``20`` where the total is not known, or nothing."""
+        """``20/500``, ``20`` if the total is unknown, or an empty string."""
         if self.step is None:
             return ""
         return f"{self.step}" if self.total is None else f"{self.step}/{self.total}"
@@ -107,7 +106,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class RunJob:
-    """A job that trains a run, as far as commands show it that look at runs."""
+    """A job that trains a run, with what the commands that list or follow runs show of it."""
 
     run: str
     """The run's name."""
@@ -118,58 +117,58 @@ class RunJob:
     size: str
     """``2 nodes × 8 processes``."""
     state: str | None = None
-    """How it stands, or how it ended; None where nobody has asked its launcher, and it left no word of its end."""
+    """Its current state, or how it ended; None if its launcher was not asked and the job did not record its end."""
     remarks: str = ""
-    """What there is to say besides the state."""
+    """Details beyond the state."""
     is_active: bool = True
-    """Whether it waits or runs, as far as is known."""
+    """Whether it is queued or running, as far as is known."""
     is_running: bool = False
     ended: float | None = None
-    """Where the job itself said it."""
+    """Set only if the job itself recorded it."""
 
 
 class JobLookup(ABC):
-    """Knows the jobs that train runs elsewhere. A package brings one as an entry point ``drawbar.job_lookups``."""
+    """Finds the jobs that train runs elsewhere. A package registers one as an entry point, ``drawbar.job_lookups``."""
 
     @abstractmethod
     def of_folder(self, folder: Path) -> Sequence[RunJob]:
-        """The jobs that the files of a run's folder record, oldest first."""
+        """The jobs recorded in a run's folder, oldest first."""
 
     @abstractmethod
     def follow(self, what: str) -> tuple[Path, Callable[[], RunJob | None]] | None:
-        """What the number of a job, or the name or folder of a run that was submitted, stands for: the run's folder,
-        and a function that asks how its job stands now. None where there is no such job.
+        """Find a run by the number of its job, or by the name or folder with which it was submitted: its folder, and a
+        function that queries the current state of its job. None if there is no such job.
 
         Raises:
-            UserError: it is a job of several runs.
+            UserError: the job trains several runs.
         """
 
 
 @cache
 def job_lookups() -> Sequence[JobLookup]:
-    """Those of the installed packages."""
+    """The job lookups of the installed packages."""
     return [lookup() for _, lookup in load_points("drawbar.job_lookups", "job lookup")]
 
 
 def recorded_jobs(folder: Path) -> list[RunJob]:
-    """The jobs of a run, as its files record them, oldest first."""
+    """The jobs recorded in the files of a run, oldest first."""
     return [job for lookup in job_lookups() for job in lookup.of_folder(folder)]
 
 
 @dataclass(frozen=True)
 class RunView:
-    """What one look at a run has found."""
+    """A run at the moment at which its files were read."""
 
     folder: Path
     progress: Progress
     lines: Sequence[Mapping[str, Any]] = ()
     """The newest lines of ``metrics.jsonl``."""
     job: RunJob | None = None
-    """The job that was submitted last for the run."""
+    """The job submitted last for the run."""
     host: str | None = None
-    """The host of rank 0 that trained the run last."""
+    """The host on which rank 0 last trained the run."""
     is_held: bool = False
-    """Whether a process holds the run directory. On some file systems, locks are not seen by other hosts."""
+    """Whether a process holds the lock of the run directory. On some file systems, other hosts do not see locks."""
     is_gone: bool = False
     """Whether the process that trained the run last is known to have ended."""
     touched: float = 0.0
@@ -183,9 +182,9 @@ class RunView:
 
     @property
     def state(self) -> str:
-        """What the run says of itself. ``stale`` where it says that it trains, but nobody holds its directory, and its
-        process is gone, its job has ended, or it has been silent for too long and no launcher says that it runs.
-        Of a run that has not begun, ``submitted``, or how its job ended; without a job ``unknown``."""
+        """The state that the run wrote. ``stale`` if that is ``training``, but no process holds its directory, and its
+        process is gone, its job has ended, or it has been silent for too long and no launcher reports it as running.
+        For a run that has not begun: ``submitted``, or how its job ended; without a job, ``unknown``."""
         job, says = self.job, self.progress.run_state
         if says == "training" and not self.is_held:
             runs = job is not None and job.is_running
@@ -198,22 +197,22 @@ class RunView:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the run would have written more by now, if it trained."""
+        """Whether the run would have written more by now if it were training."""
         return self.ago is not None and self.ago > self.progress.patience
 
     @property
     def ago(self) -> float | None:
-        """Seconds since the newest line was written; None where there is none."""
+        """Seconds since the newest line was written; None if there is none."""
         return None if self.progress.written is None else max(0.0, self.looked - self.progress.written)
 
     @property
     def is_active(self) -> bool:
-        """Whether its job waits or runs, as far as is known."""
+        """Whether its job is queued or running, as far as is known."""
         return self.job is not None and self.job.is_active
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody trains the run, and no job is about to."""
+        """Whether no process trains the run, and no job is about to."""
         return not (self.is_active or self.is_held or self.state == "training")
 
     @property
@@ -225,14 +224,14 @@ class RunView:
 
 
 def read_run(folder: Path, job: RunJob | None = None) -> RunView:
-    """Look at a run.
+    """Read the files of a run.
 
     Args:
-        job: its job, as the launcher has just told; by default its newest one, as the files tell.
+        job: its job, as its launcher has just reported it; by default, the newest one recorded in the files.
     """
     status, lines = RunStatus.read(folder), _newest_lines(folder)
     process, host = _last_process(folder)
-    is_here = host == os.uname().nodename and Path("/proc/self").exists()  # else its process's number says nothing
+    is_here = host == os.uname().nodename and Path("/proc/self").exists()  # otherwise, the process id says nothing
     return RunView(
         folder,
         _progress(folder, status, lines),
@@ -246,7 +245,7 @@ def read_run(folder: Path, job: RunJob | None = None) -> RunView:
 
 
 def list_runs(folder: Path) -> list[RunView]:
-    """The runs whose directories lie in a folder; those that wrote something last come first.
+    """The runs whose directories are in a folder, most recently written first.
 
     Raises:
         UserError: the folder cannot be read.
@@ -264,12 +263,12 @@ def list_runs(folder: Path) -> list[RunView]:
 
 
 def rank_log(folder: Path, rank: int) -> Path:
-    """The log that a process of the run writes itself."""
+    """The log file that a rank of the run writes itself."""
     return folder / "logs" / f"rank-{rank:04d}.log"
 
 
 def parse_metrics_line(row: bytes) -> dict[str, Any] | None:
-    """What a line of ``metrics.jsonl`` says; None of one that is damaged or was cut off."""
+    """Parse a line of ``metrics.jsonl``; None if it is damaged or was cut off."""
     try:
         line = json.loads(row)
     except (ValueError, RecursionError):
@@ -281,7 +280,7 @@ def parse_metrics_line(row: bytes) -> dict[str, Any] | None:
 
 
 def metric_value(value: object) -> float | None:
-    """A value of ``metrics.jsonl`` as a number: numbers that are not finite are texts there. None of anything else."""
+    """A value of ``metrics.jsonl`` as a number; None if it is not one. Non-finite numbers are stored as strings."""
     try:
         return float(value) if isinstance(value, int | float | str) else None
     except (ValueError, OverflowError):
@@ -289,19 +288,19 @@ def metric_value(value: object) -> float | None:
 
 
 def evaluation_scores(line: Mapping[str, Any]) -> dict[str, float]:
-    """The scores of a line of ``metrics.jsonl``, by their names; none of a line about training."""
+    """The scores in a line of ``metrics.jsonl``, by name; empty for a line about training."""
     found = {name: metric_value(value) for name, value in line.items() if name.startswith("eval/")}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether this is the directory of a run, perhaps of one that has not begun: that holds only the record of its job.
-    (The folder of a sweep holds such records, too, but of runs whose directories lie elsewhere.)"""
+    """Whether this is the directory of a run. If the run has not begun, it holds only the record of its job. (The
+    folder of a sweep also holds such records, but of runs whose directories are elsewhere.)"""
     return is_run_dir(folder) or any(job.run == folder.name for job in recorded_jobs(folder))
 
 
 def _newest_lines(folder: Path) -> list[dict[str, Any]]:
-    """The newest lines of ``metrics.jsonl``, without one that is not complete."""
+    """The newest complete lines of ``metrics.jsonl``."""
     try:
         with (folder / METRICS_FILE).open("rb") as stream:
             size = stream.seek(0, 2)
@@ -324,7 +323,7 @@ def _progress(folder: Path, status: RunStatus | None, lines: Sequence[Mapping[st
     elif status is not None and written is None:
         written = status.time
     times = [line["time"] for line in lines[-20:] if status is None or line["time"] >= status.started]
-    gaps = [after - before for before, after in itertools.pairwise(times)]  # none between two processes
+    gaps = [after - before for before, after in itertools.pairwise(times)]  # not those between two processes
     checkpoint = newest_step(folder)
     return Progress(
         run_state=None if status is None else status.state,
@@ -346,7 +345,7 @@ def _progress(folder: Path, status: RunStatus | None, lines: Sequence[Mapping[st
 
 
 def _seconds_left(trained: Sequence[Mapping[str, Any]], status: RunStatus) -> float | None:
-    """See ``Progress``. The first line of a start is left out: its steps also compiled and warmed up."""
+    """See ``Progress``. The first line after a start does not count: its steps include compilation and warm-up."""
     lines = [line for line in trained if line["time"] >= status.started]
     if len(lines) < 2 or lines[-1]["step"] <= lines[0]["step"]:
         return None
@@ -373,7 +372,7 @@ def _is_locked(folder: Path) -> bool:
 
 
 def _last_process(folder: Path) -> tuple[str, str | None]:
-    """Number and host, as the lock file says: ``process 12 on gpu7``."""
+    """Process id and host, from the lock file: ``process 12 on gpu7``."""
     try:
         text = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""One table on standard output."""
+"""Tables and histograms on standard output."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from rich.text import Text
 
 MOST_BINS = 15
 BAR_WIDTH = 24
-"""With this a line with a mark stays under 80 columns."""
+"""With this width, a line with a mark stays under 80 columns."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Bin:
 
 
 def bins_of(values: ArrayLike) -> list[Bin]:
-    """Whole numbers, at least one, in at most 15 bins of equal width, without gaps; the width is 1, 2 or 5 × 10ⁿ.
+    """Count integers, at least one, in at most 15 bins of equal width, without gaps; the width is 1, 2 or 5 × 10ⁿ.
 
-    The smallest value is in the first of them, and the largest in the last.
+    The first bin contains the smallest value, the last one the largest.
     """
     numbers = np.asarray(values, dtype=np.int64)
     smallest, largest = int(numbers.min()), int(numbers.max())
@@ -50,11 +50,11 @@ def fold(bins: Sequence[Bin]) -> list[Bin]:
 
 
 def print_histogram(title: str, values: ArrayLike, marks: dict[str, int]) -> None:
-    """Print a bar for each bin, of ASCII text where this is no terminal.
+    """Print a bar for each bin, in ASCII if standard output is not a terminal.
 
     Args:
-        values: whole numbers, at least one.
-        marks: numbers to point at, by their names; one beyond the largest value is told below the bars.
+        values: integers, at least one.
+        marks: numbers to mark, by name; those beyond the last bin are listed below the bars.
     """
     print(plain_histogram(title, fold(bins_of(values)), marks, "█" if sys.stdout.isatty() else "#"), flush=True)
 
@@ -76,7 +76,7 @@ def _span(one: Bin) -> str:
 
 
 def _bar(one: Bin, bins: Sequence[Bin]) -> int:
-    """Its length in characters; no bar at all means that nothing is in the bin."""
+    """The length of the bar in characters; 0 only if the bin is empty."""
     most = max(other.count for other in bins)
     return max(round(one.count / most * BAR_WIDTH), 1) if one.count else 0
 
@@ -95,11 +95,11 @@ def print_table(
 ) -> None:
     """Print a table: drawn by rich on a terminal, aligned plain text elsewhere.
 
-    The first ``left`` columns are set to the left and all others, which hold numbers, to the right. On a terminal that
-    is too narrow, each row becomes lines of one cell, so that no number is cut.
+    The first ``left`` columns are left-aligned and all others, which hold numbers, right-aligned. On a terminal that
+    is too narrow, each cell gets a line of its own, so that no number is cut off.
 
     Args:
-        styles: how cells of these texts are drawn on a terminal, as rich names styles.
+        styles: text of a cell → its style in rich, on a terminal.
     """
     if not sys.stdout.isatty():
         print(plain_table(title, columns, rows, left), flush=True)
@@ -139,7 +139,7 @@ def _rich_table(
 
 
 def _stacked(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], styles: Mapping[str, str]) -> Text:
-    """For each row its first cell, and below it the other ones with their columns' names."""
+    """For each row, its first cell, and below it the others with the names of their columns."""
     width = max(map(cell_len, columns)) + 2
     text = Text(f"{title}\n")
     for row in rows:

@@ -10,15 +10,15 @@ from drawbar.tracking.tracker import TrackedRun, Tracker
 
 
 class TensorBoardTracker(Tracker):
-    """Event files for TensorBoard. Each resume adds a file, whose first event voids the steps made again."""
+    """Event files for TensorBoard. Each resume adds a file whose first event voids the steps that are repeated."""
 
     in_background: ClassVar[bool] = False
 
     def start(self, run: TrackedRun) -> None:
-        """Raises ``UserError`` where the folder cannot be written."""
-        # Imported here because it loads TensorFlow wherever that is installed: seconds, and pages of warnings, that a
-        # run without TensorBoard need not pay. Without TensorFlow it takes 0.15 s once torch is loaded, no more than
-        # to import the parts of `tensorboard` that it uses.
+        """Raises ``UserError`` if the folder cannot be written."""
+        # Imported here because it loads TensorFlow if that is installed, which takes seconds and prints pages of
+        # warnings: not for a run without TensorBoard. Without TensorFlow it takes 0.15 s once torch is loaded, no
+        # longer than importing only the parts of `tensorboard` that it uses.
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder: Path = run.folder / "tensorboard"
@@ -37,7 +37,7 @@ class TensorBoardTracker(Tracker):
         with writing(self._folder):
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
-            # Without this a killed run loses up to two minutes that no resume writes again.
+            # Without this, a killed run loses up to two minutes of metrics that no resume writes again.
             self._writer.flush()
 
     def finish(self) -> None:

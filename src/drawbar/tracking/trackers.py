@@ -1,5 +1,5 @@
-"""The trackers of a run: made from its configuration, and told everything as one. Those that wait for a network run in
-a thread: training never waits for them, and a resumed run sends them no value twice."""
+"""The trackers of a run: created from its configuration, and called as one. Those that wait for a network run in a
+thread: training never waits for them, and a resumed run sends them no value twice."""
 
 import importlib.util
 import json
@@ -22,22 +22,22 @@ from drawbar.util.atomic_files import write_atomically
 logger = logging.getLogger(__name__)
 SETTING = "tracking.trackers"
 LONGEST_QUEUE = 10_000
-"""Calls of ``log`` that may wait for a tracker; those that come when so many wait are dropped."""
+"""Maximum number of ``log`` calls that wait for a tracker; further ones are dropped."""
 FINISH_SECONDS = 60.0
-"""How long the end of a run waits for a tracker to send what it still has."""
+"""How long a run waits at its end for a tracker to send what it still has."""
 SECONDS_TO_CHECK = 5.0
-"""After so much of that, the tracker is asked whether its service answers: a run does not wait for one that is gone."""
+"""After this much of it, the tracker is asked whether its service answers: a run does not wait for one that is gone."""
 
 
 class TrackerGuard:
-    """Calls a tracker; whatever it raises is a warning: once, until a call succeeds again."""
+    """Calls a tracker, and logs whatever it raises as a warning: once, until a call succeeds again."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._failing = False
 
     def attempt(self, call: Callable[[Tracker], None], after: str = "and retries with the next values") -> bool:
-        """Whether the call succeeded. ``after``: what the run does after a failure, as the warning says it."""
+        """Return whether the call succeeded. ``after``: what the run does after a failure, for the warning."""
         try:
             call(self._tracker)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - neither may stop training
@@ -52,8 +52,8 @@ class TrackerGuard:
 
 @dataclass
 class _Delivered:
-    """What was already sent to a tracker, stored in the run directory, so that repeated steps are not sent again. Their
-    values are the same."""
+    """What was already sent to a tracker, stored in the run directory, so that repeated steps are not sent again:
+    their values are the same."""
 
     path: Path
     id: str
@@ -84,7 +84,7 @@ class _Delivered:
 
 
 class BackgroundTracker(Tracker):
-    """Passes everything on to another tracker, in a thread; one that fails to start is left out of the run."""
+    """Forwards all calls to another tracker, in a thread; one that fails to start is left out of the run."""
 
     def __init__(self, tracker: Tracker, name: str) -> None:
         self._tracker = tracker
@@ -145,14 +145,14 @@ class BackgroundTracker(Tracker):
 
 
 class Trackers:
-    """Several trackers as one that never fails while the run trains: what goes wrong with one is a warning."""
+    """Several trackers as one that never fails during training: the failure of any one becomes a warning."""
 
     def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
         self._trackers = trackers
         self._guards = [TrackerGuard(tracker) for tracker in trackers]
 
     def start(self, run: TrackedRun) -> None:
-        """Start all of them. Raises ``UserError`` where one cannot write its files: nothing is trained yet."""
+        """Start all of them. Raises ``UserError`` if one cannot write its files: nothing has been trained yet."""
         started = []
         for tracker, guard in zip(self._trackers, self._guards, strict=True):
             try:
@@ -166,11 +166,11 @@ class Trackers:
         self._guards = started
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Tell all of them the values of a step."""
+        """Send all of them the values of a step."""
         self._call_all(lambda tracker: tracker.log(step, values))
 
     def finish(self) -> None:
-        """End all of them."""
+        """Finish all of them."""
         self._call_all(lambda tracker: tracker.finish())
 
     def _call_all(self, call: Callable[[Tracker], None]) -> None:
@@ -179,10 +179,10 @@ class Trackers:
 
 
 def make_trackers(config: TrackingSection) -> list[Tracker]:
-    """The trackers that the configuration asks for, not started; ``metrics.jsonl`` is always among them.
+    """Create the trackers that the configuration asks for, without starting them; ``metrics.jsonl`` is always included.
 
     Raises:
-        UserError: there is no such tracker, it lacks a package, or refuses its options.
+        UserError: a tracker does not exist, lacks a package, or rejects its options.
     """
     usual: dict[str, dict[str, Any] | None] = {"tensorboard": {}} if config.tensorboard else {}
     wanted = usual | config.trackers

@@ -7,12 +7,12 @@ from drawbar.tracking.tracker import TrackedRun, Tracker
 
 
 class TrackioTracker(Tracker):
-    """Logs to Trackio. A run that goes on is the same run there: it is found by its name in the project.
+    """Logs to Trackio. A resumed run continues the same Trackio run, which is found by its name in the project.
 
     Args:
         project: the project that the run belongs to.
-        space_id: the Space to log to; by default a database on this machine, which ``trackio show`` shows. The Hub's
-            token is that of ``hf auth login`` or of the environment variable ``HF_TOKEN``.
+        space_id: the Space to log to; by default, a database on this machine, which ``trackio show`` displays. The
+            Hub's token comes from ``hf auth login`` or from the environment variable ``HF_TOKEN``.
     """
 
     packages: ClassVar[Mapping[str, str]] = {"trackio": "drawbar[trackio]"}

@@ -11,14 +11,14 @@ logger = logging.getLogger(__name__)
 
 
 class WandbTracker(Tracker):
-    """Logs to Weights & Biases. A run that goes on is the same run there: its id is kept in the run directory.
+    """Logs to Weights & Biases. A resumed run continues the same run there, whose id is kept in the run directory.
 
-    The API key is that of ``wandb login``, or of the environment variable ``WANDB_API_KEY``.
+    The API key comes from ``wandb login`` or from the environment variable ``WANDB_API_KEY``.
 
     Args:
         project: the project that the run belongs to.
-        entity: the user or team that the project belongs to; by default the one of the key.
-        mode: ``online``, or ``offline``: into the run directory, for ``wandb sync``.
+        entity: the user or team that the project belongs to; by default, that of the API key.
+        mode: ``online``; or ``offline``: to write into the run directory, for ``wandb sync``.
     """
 
     packages: ClassVar[Mapping[str, str]] = {"wandb": "drawbar[wandb]"}
@@ -35,12 +35,12 @@ class WandbTracker(Tracker):
             self._run = self._init(run, "offline")
             return
         try:
-            if not wandb.login(prompt=False):  # else it would ask for a key in the middle of the run
+            if not wandb.login(prompt=False):  # otherwise it would ask for a key in the middle of the run
                 raise wandb.errors.AuthenticationError("there is no API key: `wandb login`, or set WANDB_API_KEY")
             self._run = self._init(run, "online")
         except wandb.Error as error:
             logger.warning(
-                "Weights & Biases does not take this run: it is kept in %s, for `wandb sync`: %s",
+                "Weights & Biases does not accept this run, which is kept in %s for `wandb sync`: %s",
                 *(run.folder / "wandb", str(error).splitlines()[0]),
             )
             self._run = self._init(run, "offline")

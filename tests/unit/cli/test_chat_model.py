@@ -87,7 +87,7 @@ def test_chats_from_a_file_are_answered_as_in_a_prediction(project: Path) -> Non
 
 def test_nobody_asks(project: Path) -> None:
     done = generate(project, code=2)
-    check_one_message(done.out + done.err, "answers prompts, and there is no prompt", "--prompt", "--raw")
+    check_one_message(done.out + done.err, "answers prompts, but there is no prompt", "--prompt", "--raw")
     done = generate(project, "--prompt", '[{"role": "user"}]', code=2)
     check_one_message(done.out + done.err, "message of the user has no content")
 

@@ -238,7 +238,7 @@ def test_an_output_that_is_there_stays(trained: Path) -> None:
     for arguments in (("predict", "runs/classes", "--input", "new.tsv"), ("generate", "runs/text")):
         done = run_cli(*arguments, "--output", there.name, cwd=trained)
         assert done.code == 2
-        check_one_message(done.out + done.err, "there.jsonl is there already", "--overwrite")
+        check_one_message(done.out + done.err, "there.jsonl already exists", "--overwrite")
         done = run_cli(*arguments, "--output", "runs", cwd=trained)
         check_one_message(done.out + done.err, "runs is a folder", "--output")
         done = run_cli(*arguments, "--output", "new/", cwd=trained)
@@ -248,7 +248,7 @@ def test_an_output_that_is_there_stays(trained: Path) -> None:
         for mine in (there.name, "new.tsv", "runs/classes/metrics.jsonl"):
             done = run_cli(*arguments, "--output", mine, "--overwrite", cwd=trained)
             assert done.code == 2
-            check_one_message(done.out + done.err, "is there already, and is no output of this command", "--output")
+            check_one_message(done.out + done.err, "already exists, and is not an output of this command", "--output")
     assert there.read_text() == "mine"
 
 

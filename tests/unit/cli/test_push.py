@@ -130,8 +130,8 @@ def test_the_folder_stays_where_the_hub_refuses_or_is_away(
     ("name", "token", "says"),
     [
         ("me/tiny", "", "no token"),
-        ("tiny", "t", "no name of a repository"),
-        ("me/ti ny", "t", "no name of a repository"),
+        ("tiny", "t", "not a valid repository name"),
+        ("me/ti ny", "t", "not a valid repository name"),
     ],
 )
 def test_what_cannot_be_uploaded_is_not_exported(

@@ -186,7 +186,7 @@ def test_a_file_of_a_tokenizer_in_place_of_its_folder(tokenizer: PreTrainedToken
 
 @pytest.mark.parametrize("name", ["./no/such/folder", "/no/such/folder", "a/b/c", "not a name!"])
 def test_neither_a_folder_nor_a_name(name: str) -> None:
-    with pytest.raises(UserError, match="not a folder on this machine, and cannot be a name"):
+    with pytest.raises(UserError, match="neither a folder on this machine nor a valid name"):
         load_tokenizer(name)
 
 

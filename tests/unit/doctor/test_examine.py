@@ -39,6 +39,6 @@ def test_a_model_that_cannot_be_of_the_hub_and_a_rank_that_is_none(
     sections = examine.examine(loaded, True)
     hub, rank, processes = sections["Hugging Face Hub"][0], sections["Run"][0], sections["Run"][1]
     assert (hub.level, rank.level) == (Level.PROBLEM, Level.PROBLEM)
-    assert "cannot be a name on the Hugging Face Hub" in hub.what
+    assert "nor a valid name on the Hugging Face Hub" in hub.what
     assert "RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers" in rank.what
     assert processes.what == "2 on this machine (as the launcher says)"

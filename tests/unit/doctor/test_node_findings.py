@@ -28,7 +28,7 @@ def test_nodes_that_are_alike() -> None:
         ({"versions": {**VERSIONS, "Python": "3.12.1"}}, "", Level.WARNING, "Python is not the same"),
         ({"versions": {**VERSIONS, "the NVIDIA driver": ""}}, "", Level.WARNING,
          "the NVIDIA driver is not the same on all nodes: 550.54 on n1, n3; unknown on n2"),
-        ({"config": "xyz"}, "", Level.PROBLEM, "the configuration on n2 is another one"),
+        ({"config": "xyz"}, "", Level.PROBLEM, "the configuration on n2 differs from"),
         ({"gpu_count": 7}, "n2", Level.PROBLEM, "torch sees 7 GPUs on n2, and 8 on another node"),
         ({"gpus": Gpus(trouble="nvidia-smi gave no answer in 20 s")}, "NVIDIA driver", Level.WARNING,
          "n2: nvidia-smi gave no answer"),

@@ -71,7 +71,7 @@ def launch_script(script: str) -> tuple[int, str]:
 def test_a_rank_that_ends_without_having_met_the_others_has_failed(script: str) -> None:
     ((code, said),) = run_ranks(launch_script, 1, script)
     assert code == 1
-    assert "this process ended, with exit code 0, before it had met the others" in said
+    assert "this process ended with exit code 0 before it had met the others" in said
 
 
 LOST = "lost its connection to a rank on another node"

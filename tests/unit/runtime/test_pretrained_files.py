@@ -79,7 +79,7 @@ def test_code_beside_a_model_of_transformers_is_left_alone(folder: Path) -> None
 def test_a_kernel_that_a_config_names_is_left_alone(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     change(folder / "config.json", attn_implementation="kernels-community/flash-attn2")
     assert load_pretrained(str(folder)).config._attn_implementation == "sdpa"
-    assert "asks for code of the Hub, kernels-community/flash-attn2, which is left out" in caplog.text
+    assert "asks for a kernel from the Hub, kernels-community/flash-attn2: it gets the default attention" in caplog.text
 
 
 def test_a_users_own_loading_is_not_asked_either(folder: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.arange(9)}, path)
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(ValueError, match=r"a\.safetensors (is no safetensors file|has \d+ bytes instead of \d+)"):
+    with pytest.raises(ValueError, match=r"a\.safetensors (is not a safetensors file|has \d+ bytes instead of \d+)"):
         TensorFiles([path])
     assert str(path) not in open_files()
 
@@ -111,7 +111,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     for text in (b"", b"\x02\0\0\0\0\0\0\0[]", b"\x09\0\0\0\0\0\0\0" + b'{"a": {}}', b"some text, and quite long"):
         path.write_bytes(text)
-        with pytest.raises(ValueError, match="is no safetensors file"):
+        with pytest.raises(ValueError, match="is not a safetensors file"):
             TensorFiles([path])
 
 

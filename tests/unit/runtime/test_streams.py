@@ -34,7 +34,7 @@ def test_what_is_written_is_dropped_and_said_once(closed: tuple[int, ...], unbuf
     log = (tmp_path / "logs" / "rank-0000.log").read_text()
     names = [{1: "standard output", 2: "standard error"}[number] for number in closed]
     for name in names:
-        assert log.count(f"WARNING {name} cannot be written (Broken pipe): the run goes on without it") == 1
+        assert log.count(f"WARNING {name} cannot be written (Broken pipe): the run continues without it") == 1
     if len(closed) == 1:
         assert f"warning: {names[0]} cannot be written" in other.read_text()
 

@@ -137,7 +137,7 @@ def test_numbers_and_texts_have_no_probabilities(project: Path) -> None:
 
 @pytest.mark.parametrize("records", [{"text": "the load"}, ["the load"], [{"text": "a"}, ""]])
 def test_what_is_no_list_of_records(records: Any, project: Path) -> None:
-    with pytest.raises(drawbar.UserError, match=r"a record is a dict of columns, and '.*' is of the type str"):
+    with pytest.raises(drawbar.UserError, match=r"a record is a dict of columns, but '.*' is of type str"):
         drawbar.load_run("runs/classes").predict(records)
 
 

@@ -99,7 +99,7 @@ def test_outputs_are_checked_before_any_work(tmp_path: Path) -> None:
     check_target(tmp_path / "pipe", "--to")
     (tmp_path / "mine").touch()
     (tmp_path / "link").symlink_to("mine")
-    with pytest.raises(UserError, match="link is there already"):
+    with pytest.raises(UserError, match="link already exists"):
         check_output(str(tmp_path / "link"), False, set())
 
 
