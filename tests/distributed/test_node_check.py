@@ -118,7 +118,9 @@ def test_the_nodes_look_at_one_another(tmp_path: Path) -> None:
     for node in (0, 1):
         answer = found[node]["n3 absent"]
         assert answer["code"] == 1
-        assert "says n1:\nnode n3 did not answer within 3 s\n" in answer["error"]
+        assert (
+            "n1 reports that the nodes cannot train together:\nnode n3 did not answer within 3 s\n" in answer["error"]
+        )
         assert "fix:" in answer["error"]
         assert answer["bad"] == {"n3": "node n3 did not answer within 3 s"}
 
