@@ -133,8 +133,10 @@ class ChatFormat:
         """
         messages = [check_message(message) for message in chat.messages]
         if not any(message["role"] == "assistant" for message in messages):
+            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
             raise UserError(
-                "the chat has no message of the assistant", remedy='each needs one: {"role": "assistant", "content": …}'
+                f"the chat has no message of the assistant, only of: {roles}" if roles else "the chat has no messages",
+                remedy='each needs one: {"role": "assistant", "content": …}, or {"from": "gpt", "value": …}',
             )
         tokens, spans = self._answers(Chat(messages, chat.options))
         end = self.tokenizer.eos_token_id

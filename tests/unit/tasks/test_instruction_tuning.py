@@ -153,8 +153,8 @@ def test_columns_that_are_not_read_are_known(options: dict[str, Any], read: set[
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (chat("one?", roles=("user",)), "no message of the assistant"),
-        ({"messages": []}, "no message of the assistant"),
+        (chat("one?", roles=("user",)), "no message of the assistant, only of: user"),
+        ({"messages": []}, "the chat has no messages"),
         ({"messages": "one?"}, "is str, not list"),
         ({"messages": [{"role": "assistant", "text": "1"}]}, "message of the assistant has no content"),
         ({"messages": ["one?"]}, "'one\\?' is no message"),

@@ -269,7 +269,7 @@ def _syntax_error(error: YAMLError, path: Path, text: str) -> NoSettings:
     line = error.problem_mark.line
     # For a duplicate key, ruamel's message also contains the values, and lines of advice for programmers.
     reason = (error.problem or "syntax error").splitlines()[0].split(" with value")[0]
-    source = text.splitlines()[line].strip() if line < len(text.splitlines()) else ""
+    source = f": {text.splitlines()[line].strip()}" if line < len(text.splitlines()) else ""
     remedy = "check the indentation, and put text with special characters in quotes"
     if "\\t" in reason:
         remedy = "indent with spaces, not with tabs"
@@ -277,7 +277,7 @@ def _syntax_error(error: YAMLError, path: Path, text: str) -> NoSettings:
         remedy = "keep one of them"
     elif "alias" in reason:
         remedy = "put text that starts with * or & in quotes"
-    return NoSettings(f"{path}:{line + 1}: not valid YAML: {reason}: {source}", remedy=remedy)
+    return NoSettings(f"{path}:{line + 1}: not valid YAML: {reason}{source}", remedy=remedy)
 
 
 def _plain(tree: Any, top: str, settings: Settings, origin: Callable[[int], Origin]) -> Any:
