@@ -263,11 +263,12 @@ def prepare_attention(model: nn.Module, task: Task, config: RunConfig) -> None:
 
 
 def apply_dtypes(model: nn.Module, task: Task, config: RunConfig) -> None:
-    """Store frozen weights in the run's precision; with ``parallel.fp8``, make linear layers multiply in fp8. Autocast
-    handles all other dtypes. Call before the model is parallelized."""
+    """Under LoRA, store frozen weights in the run's precision; with ``parallel.fp8``, make linear layers multiply in
+    fp8. Autocast handles all other dtypes. Call before the model is parallelized."""
     if not task.task_context.trains:
         return
-    store_frozen_weights_low(model, config.precision)
+    if config.lora is not None:
+        store_frozen_weights_low(model, config.precision)
     if config.parallel.fp8 is not None:
         compute_in_fp8(model, config.parallel.fp8)
 

@@ -67,8 +67,8 @@ def keep_trained_weights_in_fp32(model: nn.Module) -> set[torch.dtype]:
 
 
 def weights_to_store_low(model: nn.Module, precision: str) -> set[nn.Parameter]:
-    """The frozen fp32 weights (those under LoRA) that autocast would cast in each forward: stored in the low precision,
-    they take half the memory, and results are bitwise the same."""
+    """The frozen fp32 weights that autocast would cast in each forward: stored in the low precision, they take half the
+    memory, and results are bitwise the same. Only for weights that checkpoints leave out, such as those under LoRA."""
     if precision == "fp32":
         return set()
     cast = parameters_cast_by_autocast(model)

@@ -10,10 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drawbar.config.schema.run_config import LoraSection, ParallelSection
 from drawbar.data.loader import MicroBatch
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines import executors, local_model
 from drawbar.engines.engine import Engine
 from drawbar.parallel.precision import keep_trained_weights_in_fp32
-from tiny import random_batch, tiny_config, tiny_engine
+from tiny import CPU, Numbers, random_batch, tiny_config, tiny_engine, unchecked_engine
 
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
 
@@ -76,6 +78,25 @@ def test_frozen_weights_are_stored_low_where_autocast_would_cast_them(monkeypatc
     for index, (name, dtype) in enumerate(formats.items(), start=4):
         rounded[index] = rounded[index].to(dtype).float() if name in low else rounded[index]
     assert same(stored_low, rounded)
+
+
+class HalfFrozen(Numbers):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.0" not in name)
+        return model
+
+
+def saved_weights(precision: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    config = tiny_config(precision=precision)
+    return unchecked_engine(HalfFrozen(config), config, Distributed(RankInfo(), CPU, timeout=60), 10).state().model
+
+
+def test_frozen_weights_that_are_saved_keep_their_bits() -> None:
+    fp32, bf16 = saved_weights("fp32"), saved_weights("bf16")
+    assert all(torch.equal(tensor, bf16[name]) for name, tensor in fp32.items())
 
 
 def test_nothing_changes_in_fp32() -> None:
