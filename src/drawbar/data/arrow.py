@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from drawbar.data.class_labels import Feature, class_features, class_names, features_of, with_class_numbers
+from drawbar.data.files import check_not_saved_dataset
 from drawbar.data.readers import BadRecord, FileReader, RawRecord, Reader, Record
 from drawbar.errors import UserError
 from drawbar.runtime.hub import fetching, hub_answers
@@ -256,6 +257,7 @@ class HubDataset(ColumnarReader):
     def _dataset(self) -> Any:
         import datasets
 
+        check_not_saved_dataset(Path(self.dataset), self.key, self.split)
         try:
             online = not self.is_folder and hub_answers(self.dataset, "dataset")
         except UserError as error:

@@ -124,6 +124,7 @@ def find_files(item: str, key: str) -> list[Path]:
     """
     path = Path(item)
     if path.is_dir():
+        check_not_saved_dataset(path, key)
         endings = READERS.names()
         known = [name for name in sorted(os.listdir(path)) if _ending(name) in endings]
         suffix = known[0][known[0].lower().rindex(_ending(known[0])) :] if known else endings[0]
@@ -144,6 +145,17 @@ def find_files(item: str, key: str) -> list[Path]:
             remedy=f"check the folder and the pattern{_start_of(path)}; ** stands for any number of folders",
         )
     return files
+
+
+def check_not_saved_dataset(folder: Path, key: str, split: str = "train") -> None:
+    """Raise UserError for the folder of a ``DatasetDict`` that ``save_to_disk`` has written: each of its splits is a
+    folder of Arrow files."""
+    if (folder / "dataset_dict.json").exists():
+        raise UserError(
+            f"{folder} has the splits of a DatasetDict, as save_to_disk writes them",
+            where=key,
+            remedy=f"name the files of a split: {folder / split / '*.arrow'}",
+        )
 
 
 def find_text_file(item: str, key: str) -> Path:

@@ -164,9 +164,13 @@ class SourceStream:
         return self._digests(lambda path: of_file(path).encode())["skip" if self._skip_bad else "error"]
 
     @property
-    def files(self) -> list[Path]:
-        """Every file that is read; none of a dataset that comes from the Hub."""
-        return [path for reader in self._readers for path in reader.files]
+    def origins(self) -> list[Path]:
+        """What is read: every file; for a dataset, whose splits may share files, its name with the split."""
+        return [
+            path
+            for reader in self._readers
+            for path in ([reader.name] if isinstance(reader, HubDataset) else reader.files)
+        ]
 
     def identity(self) -> list[Any]:
         """``identity`` of each file; for a dataset from the Hub the node's name, as each node has its own

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -418,6 +418,15 @@ def test_dataset_that_was_saved_to_disk(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"files: FOLDER/\*.arrow"):
         len(opened(SourceSection(dataset=f"{tmp_path}/saved")))
     assert list(opened(f"{tmp_path}/saved/*.arrow")) == [{"a": 1}]
+
+
+def test_splits_that_were_saved_to_disk(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    DatasetDict({"train": Dataset.from_list([{"a": 1}])}).save_to_disk(saved)
+    for source in (SourceSection(dataset=str(saved)), str(saved)):
+        with pytest.raises(UserError, match="as save_to_disk writes them") as caught:
+            len(opened(source))
+        assert f"name the files of a split: {saved}/train/*.arrow" in str(caught.value)
 
 
 def test_dataset_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from drawbar.train.validation_share import warn_of_same_files
         ({"train": "a.txt", "validation": "b.txt"}, False),
         ({"train": "a.txt", "validation_share": 0.5}, False),
         ({"train": "python_stdlib", "validation": "python_stdlib"}, False),
+        ({"train": {"dataset": "folder"}, "validation": {"dataset": "folder"}}, False),  # each its own split
     ],
 )
 def test_the_same_file_for_both(
@@ -38,5 +39,15 @@ def test_the_same_file_for_both(
     )
     data = DataSection.model_validate(settings | reader)
     warn_of_same_files(data, open_records(data, "train"), open_records(data, "validation"))
-    assert ("a file that data.train also reads" in caplog.text) is warned
+    assert ("what data.train also reads" in caplog.text) is warned
     assert (str(tmp_path / "a.txt") in caplog.text) is warned
+
+
+def test_the_same_split_for_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    data = DataSection.model_validate({"train": {"dataset": "."}, "validation": {"dataset": ".", "split": "train"}})
+    warn_of_same_files(data, open_records(data, "train"), open_records(data, "validation"))
+    assert f"reads what data.train also reads: {tmp_path / 'train'}: " in caplog.text
