@@ -113,3 +113,28 @@ def test_no_room_for_a_better_one(fit: Fit, run: Path, monkeypatch: pytest.Monke
     directory = CheckpointDirectory(run / "checkpoints")
     assert directory.steps() == [3, 5]
     assert directory.resolve("best").name == "step-00000003"
+
+
+@pytest.mark.parametrize("steps", [6, 9])
+def test_a_run_that_ended_between_the_writes_of_its_best_step(
+    steps: int, fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of step 6 says that it is the best one, and ``best.json`` does not: also if it was the last."""
+    set_best = CheckpointDirectory.set_best
+
+    def fails_at_6(directory: CheckpointDirectory, step: int, metric: str, score: float) -> None:
+        if step == 6:
+            raise space.DiskFault("the disk is full", remedy="free some space")
+        set_best(directory, step, metric, score)
+
+    monkeypatch.setattr(Scripted, "accuracies", (0.5, 0.7), raising=False)
+    monkeypatch.setattr(CheckpointDirectory, "set_best", fails_at_6)
+    settings = (*SETTINGS, "optim.schedule=constant")
+    with pytest.raises(UserError, match="the disk is full"):
+        fit(*settings, "train.steps=6", task=Scripted)
+    directory = CheckpointDirectory(run / "checkpoints")
+    assert directory.best_record() == BestScore(step=3, metric="accuracy", score=0.5)
+    monkeypatch.setattr(CheckpointDirectory, "set_best", set_best)
+    monkeypatch.setattr(Scripted, "accuracies", (0.6,))
+    fit(*settings, f"train.steps={steps}", task=Scripted)
+    assert directory.best_record() == BestScore(step=6, metric="accuracy", score=0.7)

@@ -118,9 +118,6 @@ class CheckpointDirectory:
             return None
         return folder
 
-    def has_best_record(self) -> bool:
-        return (self.path / BEST_FILE).exists()
-
     def best_record(self) -> BestScore | None:
         """The content of ``best.json``; None where no evaluation has chosen a checkpoint.
 
@@ -169,6 +166,22 @@ class CheckpointDirectory:
         with explain_unusable(folder):
             verify_except_parts(folder)
         return folder
+
+    def update_best(self, step: int | None, metric: str, score: float | None, begin: bool) -> None:
+        """Make ``best.json`` name the best step, unless that has no checkpoint.
+
+        Args:
+            begin: whether to write the file if there is none yet. An existing one must not keep naming an older step.
+        """
+        if step not in self.steps() or score is None:
+            return
+        try:
+            known = self.best_record()
+        except UserError:  # damaged
+            begin = True
+            known = None
+        if known != BestScore(step=step, metric=metric, score=score) and (begin or known is not None):
+            self.set_best(step, metric, score)
 
     def set_best(self, step: int, metric: str, score: float) -> None:
         """Record which checkpoint is the best one. Raises ValueError for a step without one."""

@@ -91,7 +91,7 @@ def prepare_run(
     if start.checkpoint is not None:
         progress = restore_rest(start, rest, config.run.seed, loader, validation, world)
         _check_steps(config, start, progress.step, total_steps)
-    _open_directory(resolved.written, start, lock, task, engine, world)
+    _open_directory(resolved.written, start, progress, lock, task, engine, world)
     if found is not None and world.is_rank0:
         found.save(config.run_dir)
     return Run(
@@ -141,7 +141,13 @@ def _check_steps(config: RunConfig, start: RunStart, made: int, total_steps: int
 
 
 def _open_directory(
-    config: RunConfig, start: RunStart, lock: RunDirLock, task: Task, engine: Engine, world: Distributed
+    config: RunConfig,
+    start: RunStart,
+    progress: RunProgress,
+    lock: RunDirLock,
+    task: Task,
+    engine: Engine,
+    world: Distributed,
 ) -> None:
     """Create or update the run directory; call it only when everything is ready to train."""
     config = config.model_copy(update={"task": task.run_config.task})  # with the detected columns
@@ -156,6 +162,9 @@ def _open_directory(
         write_config(config, start)  # first: from here on the same command resumes this run
         save_task(task, folder)
         checkpoints.remove_leftovers()
+        # the process before may have ended between the two writes of a new best step
+        best = progress.best_step, config.eval.metric, progress.best_score
+        checkpoints.update_best(*best, begin=config.checkpoint.keep_best)
 
     world.barrier("loading the checkpoint")  # all ranks have read it: remove_leftovers() may rename it
     world.from_rank0(prepare, "opening the run directory")

@@ -318,10 +318,7 @@ class Saver:
         logger.warning("the save of step %d failed; the run continues (checkpoint.on_error: warn): %s", step, fault)
 
     def _mark_best_and_rotate(self, step: int, best_step: int | None, best_score: float | None) -> None:
-        # also without keep_best, if best.json exists from when it was on: it must not keep naming an older best step
-        records_best = self._config.keep_best or self._directory.has_best_record()
-        if records_best and best_step in self._directory.steps() and best_score is not None:
-            self._directory.set_best(best_step, self._metric, best_score)
+        self._directory.update_best(best_step, self._metric, best_score, begin=self._config.keep_best)
         self._directory.rotate(self._config.keep, self._protected(best_step) | {step})
         if self._uploader is not None:
             self._uploader.notify()
