@@ -70,11 +70,27 @@ class Pictures(Task):
         return {"accuracy": float(np.mean([record["prediction"] == record["upright"] for record in records]))}
 
 
+class Centered(nn.Module):
+    """Subtracts a running mean, in training too."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(rows.detach().mean(), 0.1)
+        return rows - self.mean
+
+
 class Normed(Pictures):
     """The model has running statistics, which each rank makes of its own rows."""
 
     def build_model(self) -> nn.Module:
-        return nn.Sequential(nn.BatchNorm2d(1), *super().build_model())
+        convolution, *others = super().build_model()
+        return nn.Sequential(nn.BatchNorm2d(1), convolution, Centered(), *others)
 
     def as_record(self, picture: np.ndarray) -> Any:
         return (picture // (1 + 9 * (picture.sum() % 2))).tolist()  # some pictures are dark
@@ -108,19 +124,31 @@ def test_it_trains_evaluates_and_resumes(task: type[Task], tmp_path: Path, monke
 
 
 def train_normed(project: str) -> None:
+    folder = Path(project)
     for strategy in ("ddp", "fsdp"):
-        fit_in(Path(project), f"parallel.strategy={strategy}", f"run.name={strategy}", "train.steps=8", task=Normed)
+        settings = (f"parallel.strategy={strategy}", "train.steps=8")
+        for name, evaluated, saved in (("", 2, 4), ("-often", 2, 2), ("-rarely", "null", 4)):
+            every = (f"eval.every={evaluated}", f"checkpoint.every={saved}")
+            fit_in(folder, *settings, *every, f"run.name={strategy}{name}", task=Normed)
+        middle = folder / "runs" / f"{strategy}-rarely" / "checkpoints" / "step-00000004"
+        fit_in(folder, *settings, *every, f"run.name={strategy}-resumed", task=Normed, resume=str(middle))
 
 
 @pytest.mark.exhaustive
-def test_an_evaluation_of_several_ranks_is_that_of_its_checkpoint(
+def test_all_ranks_have_the_buffers_of_one_where_they_are_saved_or_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.yaml").write_text(CONFIG.replace("every: 40", "every: 4"))
+    (tmp_path / "config.yaml").write_text(CONFIG)
     run_ranks(train_normed, 2, str(tmp_path))
     monkeypatch.chdir(tmp_path)
     for strategy in ("ddp", "fsdp"):
-        written = scores(tmp_path / "runs" / strategy)[8]
+        run, often, rarely, resumed = (
+            tmp_path / "runs" / f"{strategy}{name}" for name in ("", "-often", "-rarely", "-resumed")
+        )
+        assert scores(run) == scores(often)
+        assert losses(resumed) == {step: loss for step, loss in losses(rarely).items() if step > 4}
         config = drawbar.load_config("config.yaml", [f"run.name={strategy}", "train.steps=8"]).config
         found = evaluate_run(config, Normed, "validation", "latest")
-        assert {f"eval/validation/{name}": value for name, value in found.items()} == pytest.approx(written, rel=1e-5)
+        assert {f"eval/validation/{name}": value for name, value in found.items()} == pytest.approx(
+            scores(run)[8], rel=1e-5
+        )
