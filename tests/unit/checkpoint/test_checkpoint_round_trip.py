@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot
 from drawbar.checkpoint.read import read_snapshot, read_state
-from drawbar.runtime.safetensors_reader import host_copies
+from drawbar.runtime.safetensors_reader import host_copies, tied_names
 from drawbar.train.saver import AsyncWriter
 from drawbar.util.atomic_files import sync
 from harness import wait_until
@@ -42,6 +42,10 @@ def test_equal_states_make_equal_files(tmp_path):
     files = [written(tmp_path / str(attempt), snapshot_of(state)) / "model-00000.safetensors" for attempt in range(10)]
     assert len({path.read_bytes() for path in files}) == 1
     assert_same(dict(read_snapshot(files[0].parent).model), state)
+
+
+def test_empty_tensors_are_not_tied():
+    assert tied_names({"a": torch.empty(0), "b": torch.empty(0)}) == {}
 
 
 def assert_same(found, expected):

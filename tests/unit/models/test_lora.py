@@ -370,6 +370,7 @@ def test_what_no_file_has_is_trained_and_goes_with_the_adapters(tmp_path: Path) 
     loaded = peft.PeftModel.from_pretrained(drawn_anew, tmp_path / "adapter")
 
     assert {n.rpartition(".")[0] for n in trained} == {"bert.pooler.dense", "classifier"}
+    assert loaded.peft_config["default"].modules_to_save == ["bert.pooler.dense", "classifier"]
     assert trained <= trained_state(model).keys()
     assert_close(logits(loaded.get_base_model()), logits(model), atol=1e-6)
 

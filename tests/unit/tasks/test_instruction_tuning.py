@@ -88,6 +88,13 @@ def test_the_completion_and_its_end_are_the_targets(tokenizer: Any) -> None:
     assert found == [(False, f"{end}the load: "), (True, f"an engine{end}")]
 
 
+def test_an_empty_prompt_has_a_first_token() -> None:
+    """As of GPT-2, which puts no token before a text."""
+    bare = train_byte_bpe(["the load and the engine"] * 9, 280)
+    found = parts(task_of(bare, PROMPTS), {"prompt": "", "completion": "an engine"})
+    assert found == [(False, bare.eos_token), (True, f"an engine{bare.eos_token}")]
+
+
 def test_columns_inside_a_column(tokenizer: Any) -> None:
     task = task_of(tokenizer, {"prompt_column": "qa.question", "completion_column": "qa.answer"})
     record = {"qa": {"question": "the load: ", "answer": "an engine"}}
