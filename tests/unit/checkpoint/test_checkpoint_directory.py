@@ -234,6 +234,7 @@ def test_where_the_best_file_is_damaged_no_other_checkpoint_is_taken_for_the_bes
     with pytest.raises(UserError, match=r"best\.json is damaged") as caught:
         directory.best()
     assert "latest, or one of these steps: 1, 2, 3" in caught.value.remedy
+    assert directory.kept_as_best() == {1, 2, 3}
     directory.set_best(2, "loss", 0.5)
     assert directory.best().name == "step-00000002"
 

@@ -209,11 +209,11 @@ def test_fingerprint_is_of_sizes_ends_and_settings(tmp_path: Path) -> None:
         fingerprint(sample_by="paragraph"),
         fingerprint(rename={"a": "text"}),
     ]
-    for place in (5, len(content) - 5):
+    for place in (5, len(content) * 8 // 17 + 9, len(content) - 5):  # at both ends, and in an excerpt between them
         content[place] = ord("y")
         changed.append(fingerprint())
     content += b"\n"
     changed.append(fingerprint())
-    assert len({before, *changed}) == 7
+    assert len({before, *changed}) == 8
     path.rename(tmp_path / "b.txt")
     assert streams_of(f"{tmp_path}/b.txt")[0].quick_digests["error"] == changed[-1]

@@ -218,11 +218,19 @@ def test_labels_of_a_whole_sample_are_not_stretched(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("project")
-def test_deepspeed_is_estimated() -> None:
-    config = configure("deepspeed={preset: zero2}")
+@pytest.mark.parametrize(("stage", "share_of_gradients"), [(1, 1), (2, 4)])
+def test_deepspeed_is_estimated(stage: int, share_of_gradients: int) -> None:
+    config = configure("parallel.strategy=deepspeed", f"parallel.zero_stage={stage}")
     forecast = forecaster(config, 4).forecast(config, "deepspeed")
     assert forecast.method == ESTIMATED
     assert forecast.largest.optimizer == pytest.approx(2 * forecast.largest.parameters / 4, rel=0.01)
+    assert forecast.largest.gradients == pytest.approx(forecast.largest.parameters / share_of_gradients, rel=0.01)
+
+
+@pytest.mark.usefixtures("project")
+def test_replicas_send_their_gradients_around_a_ring_twice() -> None:
+    sent = sum(largest(4, "parallel.strategy=ddp").sent.values())
+    assert sent == pytest.approx(2 * 3 / 4 * 4 * PARAMETERS_OF_LLAMA, rel=0.01)
 
 
 @pytest.mark.exhaustive
