@@ -79,8 +79,9 @@ class Stops(drawbar.Callback):
             run.request_stop()
 
 
+@pytest.mark.parametrize(("later", "best"), [((0.7, 0.6), (9, 0.7)), ((0.4, 0.3), (3, 0.5))])
 def test_a_failed_save_is_not_the_best_of_the_run_that_goes_on(
-    fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch
+    later: tuple[float, float], best: tuple[int, float], fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With ``on_error: stop``, the save that ends the run may be that of a later step than the one that failed."""
     monkeypatch.setattr(Scripted, "accuracies", (0.5, 0.4), raising=False)
@@ -88,10 +89,11 @@ def test_a_failed_save_is_not_the_best_of_the_run_that_goes_on(
     directory = CheckpointDirectory(run / "checkpoints")
     assert directory.steps() == [3, 8]
     directory.update_state(8, {"progress": stopped.progress.state() | {"best_step": 6, "best_score": 0.9}})
-    monkeypatch.setattr(Scripted, "accuracies", (0.7, 0.6))
-    fit(*SETTINGS, task=Scripted)
-    assert directory.steps() == [9, 12]
-    assert directory.best_record() == BestScore(step=9, metric="accuracy", score=0.7)
+    monkeypatch.setattr(Scripted, "accuracies", later)
+    ended = fit(*SETTINGS, task=Scripted).progress
+    assert (ended.best_step, ended.best_score) == best
+    assert directory.steps() == [best[0], 12]
+    assert directory.best_record() == BestScore(step=best[0], metric="accuracy", score=best[1])
 
 
 class FullDisk(drawbar.Callback):

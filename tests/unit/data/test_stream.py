@@ -364,8 +364,9 @@ def test_changed_code_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("second", some([1, 3, 10, 300], 2))
 def test_weights_decide_the_proportions_and_sources_begin_again(second: int) -> None:
-    """However small a source is, and however often it begins again within one block."""
-    case = Case((2000, second, 1000), weights=(1.0, 2.0, 1.0), records=4, global_batch=20, steps=400)
+    """However small a source is, however often it begins again within one block, and where no block can have its share
+    exactly."""
+    case = Case((2000, second, 1000), weights=(1.0, 2.0, 1.0), records=5, global_batch=20, steps=400)
     steps = run(case, alone(), encode=one_sample_of)
     numbers = [number for step in steps for number, _, _ in step.counted]
     sources = Counter(0 if number < 2000 else 1 if number < 2000 + second else 2 for number in numbers)
@@ -373,7 +374,7 @@ def test_weights_decide_the_proportions_and_sources_begin_again(second: int) -> 
     assert sources[0] / len(numbers) == pytest.approx(0.25, abs=0.005)
     read_from = Counter(number for number in numbers if 2000 <= number < 2000 + second)
     assert len(read_from) == second
-    unfinished = 2 * 4 * case.lanes / second  # of the last block, not all may have come yet
+    unfinished = 2 * case.records * case.lanes / second  # of the last block, not all may have come yet
     assert max(read_from.values()) - min(read_from.values()) <= 1 + unfinished
 
 
