@@ -70,8 +70,7 @@ class CheckpointExport:
         form: ExportFormat,
         world: Distributed,
     ) -> None:
-        # fp32: in a lower precision the frozen weights would be rounded before the adapters are merged into them
-        self._config = config = on_one_process(config).model_copy(update={"precision": "fp32"})
+        self._config = config = on_one_process(config)
         self._form = form
         self._task = task_of_run(task_type, config, world)
         self.path = checkpoint_of(config, checkpoint, world)
