@@ -59,8 +59,10 @@ class CheckpointDirectory:
     """The checkpoints of one run. One process begins, finishes and deletes them (of a checkpoint in parts, every rank
     writes its own part); any number may read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, check_owner: Callable[[], None] = lambda: None) -> None:
         self.path = path
+        self.check_owner = check_owner
+        """Called before each change; raises UserError if this process must not write here any more."""
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending. A cheap check: files and sizes, no checksums."""
@@ -185,6 +187,7 @@ class CheckpointDirectory:
 
     def set_best(self, step: int, metric: str, score: float) -> None:
         """Record which checkpoint is the best one. Raises ValueError for a step without one."""
+        self.check_owner()
         if step not in self.steps():
             raise ValueError(f"{self.path} has no complete checkpoint of step {step}")
         with self.explain_write_errors(BEST_FILE):
@@ -259,6 +262,7 @@ class CheckpointDirectory:
             UserError: as ``write`` does.
         """
         tmp = with_suffix(self.path / name, TMP)
+        self.check_owner()
         with self.explain_write_errors(name, tmp):
             self.path.mkdir(parents=True, exist_ok=True)
             remove(tmp)
@@ -271,6 +275,7 @@ class CheckpointDirectory:
             UserError: as ``write`` does.
         """
         tmp = with_suffix(self.path / name, TMP)
+        self.check_owner()
         with self.explain_write_errors(name, tmp):
             self.path.mkdir(parents=True, exist_ok=True)
             remove(tmp)
@@ -307,6 +312,7 @@ class CheckpointDirectory:
         tmp = with_suffix(final, TMP)
         with self.explain_write_errors(name, tmp):
             write_content(tmp)
+            self.check_owner()
             replaced = _rename_to_replaced(final)
             tmp.rename(final)
             sync(self.path)
@@ -320,6 +326,7 @@ class CheckpointDirectory:
 
     def rotate(self, keep: int, protect: set[int]) -> None:
         """Delete all checkpoints that ``steps`` has, but the ``keep`` (at least 1) newest and the protected steps."""
+        self.check_owner()
         try:
             complete = complete_checkpoints(self.path)
         except OSError as error:

@@ -25,6 +25,7 @@ from drawbar.checkpoint.format import (
     MANIFEST_FILE,
     REPLACED,
     RNG_FILE,
+    RUN,
     STATE_FILE,
     STEP_NAME,
     Damaged,
@@ -75,6 +76,16 @@ def open_snapshot(folder: Path) -> Snapshot:
         rng=_read_generators(read_checked(folder, RNG_FILE, parts.manifest)),
         state=decode_state(read_checked(folder, STATE_FILE, parts.manifest)),
     )
+
+
+def is_of_other_run(folder: Path, run: str | None) -> bool:
+    """Whether a checkpoint says that another run than ``run`` wrote it. False where either is unknown, or it cannot be
+    read."""
+    try:
+        written_by = decode_state(read_checked(folder, STATE_FILE, check_sizes(folder))).get(RUN)
+    except (Unusable, OSError):
+        return False
+    return None not in (run, written_by) and run != written_by
 
 
 def read_state(path: Path) -> dict[str, Any]:

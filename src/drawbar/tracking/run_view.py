@@ -377,5 +377,5 @@ def _last_process(folder: Path) -> tuple[str, str | None]:
         text = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "", None
-    process, _, host = text.strip().rpartition(" on ")
+    process, _, host = text.partition("\n")[0].rpartition(" on ")
     return process.removeprefix("process "), host or None

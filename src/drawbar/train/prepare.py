@@ -12,6 +12,7 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
+from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import open_log_file
 from drawbar.runtime.seed import seed_everything, use_deterministic_kernels
 from drawbar.tasks.padding import choose_padding_free
@@ -29,7 +30,7 @@ from drawbar.train.resolve import resolve
 from drawbar.train.restore import restore_engine, restore_rest
 from drawbar.train.run import Run
 from drawbar.train.run_dir_lock import RunDirLock
-from drawbar.train.rundir import RunStart, find_start, run_dir_of, write_config
+from drawbar.train.rundir import RunStart, find_start, renamed, run_dir_of, write_config
 from drawbar.train.setup import build_task, check_script, count_steps, log_changed_schedule, save_task
 from drawbar.train.shared_disks import check_nodes_share_disk
 from drawbar.train.step import RunProgress
@@ -96,6 +97,7 @@ def prepare_run(
         found.save(config.run_dir)
     return Run(
         config, world, stop, console, trackers, task, engine, loader, validation, progress, total_steps, shares_disk,
+        lock, partial(_make_run_dir, resolved.written, task),
         uncompiled_step_fits=found is not None,
     )  # fmt: skip
 
@@ -150,7 +152,6 @@ def _open_directory(
     world: Distributed,
 ) -> None:
     """Create or update the run directory; call it only when everything is ready to train."""
-    config = config.model_copy(update={"task": task.run_config.task})  # with the detected columns
     folder = config.run_dir
     checkpoints = CheckpointDirectory(folder / "checkpoints")
 
@@ -159,8 +160,7 @@ def _open_directory(
         saved = len(checkpoints.steps())
         check_space(folder, required_bytes(checkpoint_bytes(engine), config.checkpoint.keep, saved))
         lock.take()
-        write_config(config, start)  # first: from here on the same command resumes this run
-        save_task(task, folder)
+        _write_files(config, task, start)
         checkpoints.remove_leftovers()
         # the process before may have ended between the two writes of a new best step
         best = progress.best_step, config.eval.metric, progress.best_score
@@ -169,3 +169,25 @@ def _open_directory(
     world.barrier("loading the checkpoint")  # all ranks have read it: remove_leftovers() may rename it
     world.from_rank0(prepare, "opening the run directory")
     open_log_file(folder, world.rank)
+
+
+def _write_files(config: RunConfig, task: Task, start: RunStart) -> None:
+    config = config.model_copy(update={"task": task.run_config.task})  # with the detected columns
+    write_config(config, start)  # first: from here on the same command resumes this run
+    save_task(task, config.run_dir)
+
+
+def _make_run_dir(config: RunConfig, task: Task, name: str) -> Path:
+    """The directory of another run with the same settings. Raises UserError if the disk does not take it."""
+    config = renamed(config, name)
+    try:
+        config.run_dir.mkdir(parents=True)
+        _write_files(config, task, RunStart())
+    except OSError as error:
+        raise UserError(
+            f"the run's directory is lost, and another one cannot be made: {error.strerror}",
+            where=str(config.run_dir),
+            remedy="continue from a copy of an earlier checkpoint (--resume PATH), or start over",
+            exit_code=ExitCode.FAILED,
+        ) from error
+    return config.run_dir

@@ -1,7 +1,8 @@
 """``Run``: the parts of a run, ready to train, shared by the trainer and drawbar's own callbacks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from drawbar.checkpoint.format import step_name
 from drawbar.config.schema.run_config import EvalSection, RunConfig
@@ -16,6 +17,7 @@ from drawbar.tracking.meters import Throughput
 from drawbar.tracking.trackers import Trackers
 from drawbar.train.batches import eval_micro_batch, make_augment
 from drawbar.train.callback import Callback, RunHandle
+from drawbar.train.run_dir_lock import RunDirLock, RunDirLost
 from drawbar.train.saver import Saver
 from drawbar.train.step import RunProgress
 from drawbar.train.stop import Stop
@@ -39,6 +41,9 @@ class Run:
     total_steps: int
     shares_disk: bool
     """Whether all nodes see the run directory."""
+    lock: RunDirLock
+    make_run_dir: Callable[[str], Path]
+    """Makes the directory of a run of another name, with the files of this one that it takes to resume."""
     uncompiled_step_fits: bool
     """Whether uncompiled trial steps chose the micro-batch size."""
     meter: Throughput = field(default_factory=Throughput)
@@ -64,6 +69,8 @@ class Run:
             stop=self.stop,
             progress=self.progress,
             validation=self.validation,
+            lock=self.lock,
+            make_run_dir=self.make_run_dir,
         )
         return self.saver
 
@@ -90,6 +97,15 @@ class Run:
     def announce_save(self, step: int) -> None:
         for callback in self.callbacks:
             callback.on_save(self.handle, self.config.run_dir / "checkpoints" / step_name(step))
+
+    def owns_directory(self) -> bool:
+        """Whether the run directory is still this run's. If not, the run stops, with its state saved elsewhere."""
+        try:
+            self.lock.check()
+        except RunDirLost as error:
+            self.stop.fail(error)
+            return False
+        return True
 
     def evaluate(self) -> Evaluation | None:
         """Evaluate on the validation data, preserving every random generator's state. None if a rank wants to stop; the

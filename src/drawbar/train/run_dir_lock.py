@@ -1,19 +1,22 @@
-"""The lock of a run directory, so that only one process at a time trains a run."""
+"""The lock of a run directory, so that only one process at a time trains a run, and writes only while it holds it."""
 
 import errno
 import fcntl
 import os
 import time
+import uuid
 from pathlib import Path
 from typing import IO
 
 from drawbar.checkpoint.space import check_writable
-from drawbar.errors import UserError
+from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger, told_while_waiting
 from drawbar.util.run_dir import LOCK_FILE
 
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 """Error numbers that flock raises on a file system without locks."""
+_TOKEN = uuid.uuid4().hex
+"""Tells this process from one of the same number elsewhere: containers number theirs alike, and may be named alike."""
 
 
 def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
@@ -30,7 +33,7 @@ def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
 
     def holder() -> str:
         lock.seek(0)
-        return lock.read().strip() or "another process"
+        return _holder(lock.read())
 
     with told_while_waiting(lambda: f"{holder()}, which trains the run {folder.name}; up to {patience:g} s"):
         while True:
@@ -50,9 +53,18 @@ def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
                     remedy="wait for it, stop it, or choose another run.name",
                 ) from error
     lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+    lock.write(f"process {os.getpid()} on {os.uname().nodename}\n{_TOKEN}\n")
     lock.flush()
     return lock
+
+
+def _holder(text: str) -> str:
+    """The process that a lock file names in its first line."""
+    return text.strip().partition("\n")[0] or "another process"
+
+
+class RunDirLost(UserError):
+    """The run directory was deleted, or is another process's now."""
 
 
 class RunDirLock:
@@ -61,6 +73,9 @@ class RunDirLock:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._file: IO[str] | None = None
+        self._written = ""
+        self.rescue_name = f"{run_dir.name}-rescued-{uuid.uuid4().hex[:8]}"
+        """Name of the run in which this process saves if its own directory is lost."""
 
     def take(self) -> None:
         """Create the directory of a new run and lock it, unless this process already holds the lock.
@@ -71,7 +86,7 @@ class RunDirLock:
         if self._file is not None:
             return
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = lock_run_dir(self._run_dir)
+        self._lock()
         if (self._run_dir / "config.yaml").exists():
             self.release()
             raise UserError(
@@ -84,10 +99,41 @@ class RunDirLock:
         """Lock the directory of an existing run. Also raises UserError if its parent is not writable."""
         check_writable(self._run_dir.parent)
         if self._file is None and (self._run_dir / "config.yaml").exists():
-            self._file = lock_run_dir(self._run_dir)
+            self._lock()
+
+    def _lock(self) -> None:
+        self._file = lock_run_dir(self._run_dir)
+        self._file.seek(0)
+        self._written = self._file.read()
+
+    def check(self) -> None:
+        """Call before each write to the directory: it may have been deleted, and begun again by another process, or a
+        file system without locks may have let another process in.
+
+        Raises:
+            RunDirLost: this process must not write there any more.
+        """
+        if self._file is None:
+            return
+        try:
+            found = (self._run_dir / LOCK_FILE).read_text("utf-8", "replace")
+        except (FileNotFoundError, NotADirectoryError):
+            raise self._lost("was deleted (or its .lock)") from None
+        except OSError:
+            return  # whatever is written next meets the error of the disk
+        if found != self._written:
+            raise self._lost(f"was taken over by {_holder(found)}")
 
     def release(self) -> None:
         """Unlock the directory; ``take`` can lock it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _lost(self, what: str) -> RunDirLost:
+        return RunDirLost(
+            f"the run directory {what} while this process trained the run",
+            where=str(self._run_dir),
+            remedy=f"the state is saved as the run {self.rescue_name}: resume it with run.name={self.rescue_name}",
+            exit_code=ExitCode.FAILED,
+        )

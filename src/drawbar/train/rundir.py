@@ -2,16 +2,19 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from drawbar.checkpoint.directory import CheckpointDirectory, NewestUsable
 from drawbar.checkpoint.format import STEP_NAME, OtherFormat, Unusable, step_name
 from drawbar.checkpoint.inspection import verify_every_byte
-from drawbar.checkpoint.read import explain_read_errors, unusable_error, verify_except_parts
+from drawbar.checkpoint.read import explain_read_errors, is_of_other_run, unusable_error, verify_except_parts
 from drawbar.config.io.compare import Difference, changed_schedule, check_same
 from drawbar.config.io.load_config import dump_yaml, load_config
 from drawbar.config.schema.run_config import RUN_NAME, RunConfig, RunSection
@@ -22,7 +25,8 @@ from drawbar.util.atomic_files import write_durably
 from drawbar.util.run_dir import LAUNCH_FOLDER, LOCK_FILE
 
 ORIGIN_FILE = "origin.json"
-"""Names the checkpoint of another run that this run started from; it restarts there until it has its own checkpoint."""
+"""The run's id, which its checkpoints have, too; and the checkpoint of another run that it started from, if it did: it
+restarts there until it has its own checkpoint."""
 CONFIG_DRAFT = "config.yaml.tmp"
 """Temporary file that a killed process may leave behind: see ``write_durably``."""
 _BEFORE_CONFIG = {LOCK_FILE, CONFIG_DRAFT, ORIGIN_FILE, f"{ORIGIN_FILE}.tmp", LAUNCH_FOLDER}
@@ -154,7 +158,8 @@ def _find_in_run(config: RunConfig, resume: str, weights_only: bool = False) -> 
     # read every byte before a run starts over, so that damage found by a resume is found here, too; and if the object
     # store may have an intact copy, as nothing is fetched once the restore has started
     is_thorough = resume == "never" or config.checkpoint.remote is not None
-    found = checkpoints.find_newest_usable(verify_every_byte if is_thorough else verify_except_parts)
+    verify = partial(_verify_own, run_id(folder), verify_every_byte if is_thorough else verify_except_parts)
+    found = checkpoints.find_newest_usable(verify)
     refusal = _refusal(found, checkpoints.path)
     if resume == "never" and (found.newest is not None or refusal is None):
         raise UserError(
@@ -168,7 +173,7 @@ def _find_in_run(config: RunConfig, resume: str, weights_only: bool = False) -> 
     if found.newest is not None and refusal is not None:
         raise refusal
     if resume == "auto":
-        older = checkpoints.older_than(found.newest)
+        older = [path for path in checkpoints.older_than(found.newest) if not is_of_other_run(path, run_id(folder))]
         return RunStart(found.newest, unusable=found.unusable, changed_schedule=changed, refusal=refusal, older=older)
     chosen = checkpoints.resolve(resume).resolve()
     if chosen.parent != checkpoints.path.resolve():  # from elsewhere: the same command, run again, resumes this run
@@ -183,6 +188,14 @@ def _find_in_run(config: RunConfig, resume: str, weights_only: bool = False) -> 
             remedy="omit --resume to resume from the newest, or add --fork NEWNAME to branch off from this one",
         )
     return RunStart(found.newest, unusable=found.unusable, changed_schedule=changed)
+
+
+def _verify_own(run: str | None, verify: Callable[[Path], object], checkpoint: Path) -> None:
+    """Raises Unusable for a checkpoint that somebody has copied here, or that another process has written here, whose
+    run directory of the same name was deleted."""
+    verify(checkpoint)
+    if is_of_other_run(checkpoint, run):
+        raise Unusable("another run wrote it; to begin there, name it with --resume and the run with run.name")
 
 
 def _check_same_origin(run_dir: Path, named: Path, weights_only: bool) -> None:
@@ -287,6 +300,8 @@ def _check_same_fork(source: Path, resume: str, weights_only: bool, target: RunC
     path = target.run_dir / ORIGIN_FILE
     try:
         origin = json.loads(path.read_text("utf-8"))
+        if "checkpoint" not in origin:
+            raise FileNotFoundError
         began = (target.run_dir.resolve().parent / origin["checkpoint"]).resolve()
         is_fork, without_optimizer = bool(origin["forked"]), bool(origin.get("weights_only", False))
         found = f"which began from {began.name} of {began.parent.parent}{' (weights only)' * without_optimizer}"
@@ -338,17 +353,26 @@ def _is_before_config(name: str) -> bool:
     return name in _BEFORE_CONFIG or name.startswith(INITIAL_MODEL)
 
 
+def run_id(run_dir: Path) -> str | None:
+    """The id of a run; None where its directory does not say."""
+    try:
+        return str(json.loads((run_dir / ORIGIN_FILE).read_text("utf-8"))["run"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _write_origin(run_dir: Path, start: RunStart) -> None:
-    """Record the checkpoint of another run that this one starts from. A start at step 0 removes an earlier record; a
-    start from the run's own checkpoint keeps it."""
+    """Record the run's id, and the checkpoint of another run that this one starts from. A start at step 0 removes an
+    earlier record of a checkpoint; a start from the run's own checkpoint keeps it."""
     path, checkpoint = run_dir / ORIGIN_FILE, start.checkpoint and start.checkpoint.resolve()
-    if checkpoint is None:
-        path.unlink(missing_ok=True)
-    elif not is_of_this_run(checkpoint, run_dir):
+    if checkpoint is not None and is_of_this_run(checkpoint, run_dir) and path.exists():
+        return
+    origin: dict[str, Any] = {"run": run_id(run_dir) or uuid.uuid4().hex}
+    if checkpoint is not None and not is_of_this_run(checkpoint, run_dir):
         runs = run_dir.resolve().parent  # a path relative to it stays valid if the folder of all runs is moved
         named = os.path.relpath(checkpoint, runs) if checkpoint.is_relative_to(runs) else str(checkpoint)
-        origin = {"checkpoint": named, "forked": start.forked, "weights_only": start.weights_only}
-        write_durably(path, json.dumps(origin, ensure_ascii=False, indent=2) + "\n")
+        origin |= {"checkpoint": named, "forked": start.forked, "weights_only": start.weights_only}
+    write_durably(path, json.dumps(origin, ensure_ascii=False, indent=2) + "\n")
 
 
 def _read_origin(run_dir: Path) -> RunStart:
@@ -358,6 +382,8 @@ def _read_origin(run_dir: Path) -> RunStart:
         return RunStart()
     try:
         origin = json.loads(path.read_text("utf-8"))
+        if "checkpoint" not in origin:
+            return RunStart()
         checkpoint, forked = run_dir.resolve().parent / origin["checkpoint"], bool(origin["forked"])
         weights_only = bool(origin.get("weights_only", False))
         CheckpointDirectory(run_dir / "checkpoints").resolve(str(checkpoint))

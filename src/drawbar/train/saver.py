@@ -8,10 +8,11 @@ from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from traceback import clear_frames
 
 from drawbar.checkpoint.directory import CheckpointDirectory
-from drawbar.checkpoint.format import RESOLVED, step_name
+from drawbar.checkpoint.format import RESOLVED, RUN, step_name
 from drawbar.checkpoint.space import DiskFault, ensure_free_space
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import Loader
@@ -23,6 +24,8 @@ from drawbar.evaluation.scoring import Split
 from drawbar.runtime.log import logger
 from drawbar.train.checkpoint_layouts import CheckpointLayout, PartsLayout, WholeTensorsLayout, choose_layout
 from drawbar.train.checkpoint_uploader import start_uploader
+from drawbar.train.run_dir_lock import RunDirLock, RunDirLost
+from drawbar.train.rundir import run_id
 from drawbar.train.step import RunProgress
 from drawbar.train.stop import Reason, Stop
 from drawbar.util.atomic_files import sync
@@ -145,6 +148,8 @@ class Saver:
         progress: the run's progress when this process starts. If the run resumes from its own checkpoint, that step
             counts as saved.
         validation: the validation data.
+        lock: of the run directory. If that is lost, the last step is saved in another one.
+        make_run_dir: makes that one.
     """
 
     def __init__(
@@ -157,15 +162,20 @@ class Saver:
         stop: Stop,
         progress: RunProgress,
         validation: Split | None,
+        lock: RunDirLock,
+        make_run_dir: Callable[[str], Path],
     ) -> None:
         self._config = config.checkpoint
+        self._lock = lock
+        self._make_run_dir = make_run_dir
+        self._run = run_id(config.run_dir)
         self._resolved = {  # in a checkpoint's state: ``RESOLVED``
             "precision": config.precision,
             "muon_precision": config.optim.muon_precision,
             "cross_entropy": engine.cross_entropy,
             "padding_free": config.data.padding_free,
         }
-        self._directory = CheckpointDirectory(config.run_dir / "checkpoints")
+        self._directory = CheckpointDirectory(config.run_dir / "checkpoints", lock.check)
         self._metrics = config.run_dir / "metrics.jsonl"
         self._metric = config.eval.metric
         self._validation = None if validation is None else validation.samples.fingerprint
@@ -238,6 +248,7 @@ class Saver:
             "progress": progress.state(),
             "data": self._loader.state(),
             "world_size": self._world.size,
+            RUN: self._run,
             RESOLVED: self._resolved,
             "validation": self._validation,
             "base": None if self._engine.base is None else self._engine.base.digest,
@@ -254,6 +265,8 @@ class Saver:
         if so, its step is no longer the best one. Collective."""
         with self._world.barrier_after(self._writing):
             self._writer.wait()
+        if self._world.from_rank0(self._has_lost_directory, "looking at the run directory"):
+            self._save_elsewhere()
         if self._config.on_error == "stop":
             return  # ``wait`` raises the error
         own = self._writer.pop_error(DiskFault)
@@ -271,6 +284,21 @@ class Saver:
         # model did improve
         if self._config.keep_best and progress.best_step == saved.step != progress.step:
             progress.best_step, progress.best_score = self._confirmed_best
+
+    def _has_lost_directory(self) -> bool:
+        try:
+            self._directory.check_owner()
+        except RunDirLost as error:
+            self._stop.fail(error)
+            return True
+        return False
+
+    def _save_elsewhere(self) -> None:
+        """Save in a new run directory from here on. Collective."""
+        run_dir = self._world.from_rank0(lambda: self._make_run_dir(self._lock.rescue_name), "making a run directory")
+        self._directory.path, self._directory.check_owner = run_dir / "checkpoints", lambda: None
+        self._run, self._last_saved = run_id(run_dir), None
+        self._writer.pop_error()  # of a save in the directory that is lost
 
     def _ensure_free_space(self, step: int, best_step: int | None, needed_bytes: int) -> None:
         """Raise DiskFault if the checkpoint of a step does not fit on the disk."""
@@ -301,6 +329,9 @@ class Saver:
             write()
             if self._world.is_rank0:
                 self._mark_best_and_rotate(step, best_step, best_score)
+        except RunDirLost as error:
+            self._stop.fail(error)
+            raise
         except Exception as error:
             if self._is_tolerated(error):
                 self._warn_of_skipped_save(step, str(error))

@@ -51,6 +51,7 @@ class Script:
             trackers=self._trackers,
             saver=SimpleNamespace(confirm_best=lambda progress: None),
             evaluate=self._evaluate,
+            owns_directory=lambda: True,
             announce_scores=lambda scores: self.announced.append(dict(scores)),
         )
         self.callback = EvaluateCallback(run)

@@ -70,6 +70,8 @@ class EvaluateCallback(Callback):
         self._run.stop.fail(error)
 
     def _write(self, evaluation: Evaluation, step: int) -> None:
+        if not self._run.owns_directory():
+            return
         try:
             write_results(self._folder, evaluation, step)
         except OSError as error:

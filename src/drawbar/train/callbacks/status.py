@@ -44,5 +44,7 @@ class StatusCallback(Callback):
             self._write(run, "complete")
 
     def _write(self, run: RunHandle, state: RunState) -> None:
+        if not self._run.owns_directory():
+            return
         with suppress(OSError):  # such as a full disk: writing the checkpoint or the metrics will report it
             write_run_status(run.run_dir, state, run.step, run.total_steps, self._started)
