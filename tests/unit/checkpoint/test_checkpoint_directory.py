@@ -50,6 +50,32 @@ def flip(path):
     path.write_bytes(content)
 
 
+def test_nothing_is_changed_in_a_directory_that_is_lost(directory):
+    def lose(after):
+        calls = iter([None] * after)
+
+        def check():
+            if next(calls, "lost") == "lost":
+                raise UserError("it is lost", remedy="")
+
+        directory.check_owner = check
+
+    changes = [
+        (lambda: directory.write(snapshot(4)), 2),  # before it is written, and before it has its name
+        (lambda: directory.update_state(3, {"value": 0.0}), 2),
+        (lambda: directory.begin_write("step-00000004"), 1),
+        (lambda: directory.set_best(2, "loss", 0.5), 1),
+        (lambda: directory.rotate(1, set()), 1),
+    ]
+    for change, checks in changes:
+        for passed in range(checks):
+            lose(passed)
+            with pytest.raises(UserError, match="it is lost"):
+                change()
+            assert (directory.steps(), directory.best_record()) == ([1, 2, 3], None)
+            assert read_state(directory.path / "step-00000003")["value"] == 3.0
+
+
 def test_an_empty_or_missing_folder_has_no_checkpoints(tmp_path):
     missing = CheckpointDirectory(tmp_path / "none")
     assert (missing.steps(), missing.latest(), missing.best()) == ([], None, None)
