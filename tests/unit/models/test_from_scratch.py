@@ -94,5 +94,5 @@ def test_a_model_of_another_kind_is_refused() -> None:
 
 
 def test_a_folder_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UserError, match=r"not a folder[\s\S]*task.model"):
+    with pytest.raises(UserError, match=r"neither a folder[\s\S]*task.model"):
         build_from_scratch("./nowhere/at/all", {}, TOKENIZER)
