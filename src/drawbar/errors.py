@@ -5,8 +5,17 @@ where, and what to do about it.
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 from enum import IntEnum
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def visible(text: str) -> str:
+    """The text with control characters as escapes (``\\x1b``), except tabs and line breaks: a terminal would obey those
+    in data, file names and exceptions."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 class ExitCode(IntEnum):
@@ -51,7 +60,7 @@ class UserError(Exception):
             lines.append(f"  where: {self.where}")
         if self.remedy:
             lines.append(f"  fix:   {self.remedy}")
-        return "\n".join(lines)
+        return visible("\n".join(lines))
 
 
 def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -26,7 +26,7 @@ from drawbar.cli.prepare import prepare
 from drawbar.cli.runs import runs
 from drawbar.cli.train import train
 from drawbar.cli.watch import watch
-from drawbar.errors import ExitCode, UserError
+from drawbar.errors import ExitCode, UserError, visible
 from drawbar.util.registry import load_points
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def _report_error(error: Exception, text: str) -> None:
             return  # drawbar's launcher started this rank, and prints the error
     if isinstance(error, UserError) and error.exit_code == ExitCode.WRONG_REQUEST:
         _wait_for_first_local_rank()
-    click.echo(text, err=True)
+    click.echo(visible(text), err=True)
 
 
 def _wait_for_first_local_rank() -> None:

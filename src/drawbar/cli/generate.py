@@ -1,12 +1,14 @@
 """``drawbar generate``."""
 
 import json
+import sys
 from typing import TYPE_CHECKING
 
 import click
 
 from drawbar.cli.arguments import checkpoint_option
 from drawbar.cli.complete_words import complete_run
+from drawbar.errors import visible
 
 if TYPE_CHECKING:
     from drawbar.evaluation.text_generation import Prompt
@@ -123,8 +125,9 @@ def generate(
 
 
 def _print_texts(prompts: "list[Prompt]", texts: list[str], are_answers: bool) -> None:
+    as_shown = visible if sys.stdout.isatty() else str
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         if number:
             click.echo("-" * 40)
-        shown = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
-        click.echo(click.style(shown, bold=True) + ("\n" if are_answers else "") + text)
+        asked = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+        click.echo(click.style(as_shown(asked), bold=True) + ("\n" if are_answers else "") + as_shown(text))

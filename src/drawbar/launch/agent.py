@@ -40,7 +40,7 @@ from drawbar.distributed.interrupt import (
     handle,
 )
 from drawbar.distributed.watchdog import JOINED
-from drawbar.errors import ExitCode, UserError
+from drawbar.errors import ExitCode, UserError, visible
 from drawbar.launch.node_check import NodeCheck
 from drawbar.launch.rendezvous import Rendezvous
 from drawbar.launch.warm_process import STATUS_VARIABLE, ForkedRank, WarmProcess, become_launcher
@@ -233,8 +233,8 @@ def _explain(failures: dict[int, ProcessFailure], nodes: int) -> int:
         print(f"  rank {rank}: {message['message']}", file=sys.stderr)
         print("  fix:   look for that node's error; the log of this rank shows what failed here", file=sys.stderr)
         return ExitCode.FAILED
-    print(f"error: rank {rank} failed first: {message['message']}", file=sys.stderr)
-    print(message["extraInfo"]["py_callstack"], file=sys.stderr)
+    text = f"error: rank {rank} failed first: {message['message']}\n{message['extraInfo']['py_callstack']}"
+    print(visible(text), file=sys.stderr)
     return ExitCode.FAILED
 
 

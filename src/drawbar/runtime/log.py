@@ -19,13 +19,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from drawbar.errors import UserError
+from drawbar.errors import UserError, visible
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
+def _without_control_characters(record: logging.LogRecord) -> bool:
+    record.msg, record.args = visible(record.getMessage()), None
+    return True
+
+
 logger = logging.getLogger("drawbar")
+logger.addFilter(_without_control_characters)
 _early = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1)
 
 
@@ -75,7 +81,7 @@ def told_while_waiting(
 
 def log_to_file(text: str, level: int = logging.ERROR) -> None:
     """Write a text to the log file only: one that the console cannot show, or shows by itself."""
-    record = logger.makeRecord(logger.name, level, __file__, 0, text, (), None)
+    record = logger.makeRecord(logger.name, level, __file__, 0, visible(text), (), None)
     for handler in logger.handlers:
         if isinstance(handler, (logging.FileHandler, logging.handlers.MemoryHandler)):
             handler.emit(record)

@@ -9,6 +9,8 @@ import pytest
 
 from drawbar.errors import UserError
 from drawbar.runtime.log import errors_in_log, log_to_file, logger, open_log_file, start_logging
+from exhaustive import params
+from harness import run_cli
 
 
 @pytest.fixture(autouse=True)
@@ -110,3 +112,31 @@ def test_an_error_for_the_file_alone(early: bool, tmp_path: Path) -> None:
         log_to_file("gone wrong: 100%")
     assert (tmp_path / "logs" / "rank-0000.log").read_text().endswith("ERROR gone wrong: 100%\n")
     assert stream.getvalue() == ""
+
+
+CLEARS = "a\x1b[2J\x1b]0;title\x07b\r\n\tc\xa0d"
+"""What makes a terminal clear its screen and change its title; and what a text may have."""
+VISIBLE = "a\\x1b[2J\\x1b]0;title\\x07b\\x0d\n\tc\xa0d"
+
+
+def test_what_a_terminal_would_obey_is_shown(tmp_path: Path) -> None:
+    assert str(UserError(CLEARS, where=CLEARS, remedy=CLEARS)).count(VISIBLE) == 3
+    stream, handler = console()
+    start_logging(0, handler)
+    open_log_file(tmp_path, 0)
+    logger.info("a file: %s", CLEARS)
+    log_to_file(CLEARS)
+    assert stream.getvalue() == f"a file: {VISIBLE}\n"
+    assert (tmp_path / "logs" / "rank-0000.log").read_text().count(VISIBLE) == 2
+
+
+@pytest.mark.parametrize("processes", params([1, 2], often=[1]))
+def test_an_exception_of_the_user_moves_no_cursor(processes: int, project: Path) -> None:
+    (project / "own.py").write_text(
+        "import drawbar\n\nclass Own(drawbar.CausalLM):\n"
+        f"    def build_model(self):\n        raise RuntimeError({CLEARS!r})\n"
+    )
+    done = run_cli("train", "config.yaml", "task.type=own:Own", f"launch.nproc={processes}", cwd=project)
+    assert done.code == 2
+    assert VISIBLE.partition("\\x0d")[0] in done.err
+    assert "\x1b" not in done.err + done.out
