@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import drawbar
 from conftest import WORDS, make_project
+from drawbar.errors import UserError
 from harness import kill_when_logged, run_cli
-from runs import losses, metrics, weights
+from runs import Fit, losses, metrics, weights
 
 LEDGER = '''
 import json, os, time
@@ -144,3 +146,23 @@ def steps_of(project: Path, rank: int) -> dict[int, list[int]]:
         assert own.pop(0) == "start"
         steps |= dict(enumerate(own, start + 1))
     return steps
+
+
+class Cuts(drawbar.Callback):
+    """Leaves half of the training data, while the first epoch is trained."""
+
+    def on_step(self, run: drawbar.RunHandle, info: drawbar.StepInfo) -> None:
+        if info.step == 3:
+            lines = Path("train.txt").read_text().splitlines(keepends=True)
+            Path("train.txt").write_text("".join(lines[: len(lines) // 2]))
+
+
+def test_data_that_are_cut_end_the_run_which_resumes_once_they_are_restored(fit: Fit, project: Path, run: Path) -> None:
+    settings = ("data.streaming=true", "data.validation=null", "eval.every=null", "train.steps=40")
+    fit(*settings, "run.name=whole")
+    content = (project / "train.txt").read_text()
+    with pytest.raises(UserError, match=r"train.txt has changed since it was first read"):
+        fit(*settings, callbacks=[Cuts()])
+    (project / "train.txt").write_text(content)
+    assert fit(*settings).progress.step == 40
+    assert losses(run) == losses(run.parent / "whole")

@@ -14,7 +14,7 @@ from drawbar.data.class_labels import agreed_names
 from drawbar.data.files import check_contents
 from drawbar.data.readers import BadRecord, RawRecord, Reader, Record
 from drawbar.data.tables import columns_of, old_name, value_at
-from drawbar.errors import UserError
+from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
 from drawbar.util.atomic_files import identity
 
@@ -95,6 +95,8 @@ class SourceStream:
         self._before = before
         self._skip_bad = skip_bad
         self._checked = False
+        self._seen: dict[Path, tuple[Any, bytes]] = {}
+        """Of each file, when it was first read: ``identity``, and a digest of ``_size_and_excerpts``."""
 
     def read(self, share: int = 0, shares: int = 1, first: int = 0) -> Iterator[LocatedRecord]:
         """The records of one share of the source, in constant memory: record i belongs to share ``i % shares``.
@@ -254,11 +256,32 @@ class SourceStream:
         self._check_contents()
         for reader in self._readers:
             raw = None
+            self._check_unchanged(reader)
             with self._naming(reader):
                 for raw in _raw_records_of_reader(reader):
                     yield reader, raw
                 if raw is None:
                     raise reader.empty()
+            self._check_unchanged(reader)
+
+    def _check_unchanged(self, reader: Reader) -> None:
+        """Call before and after reading its files. Raises UserError if one is not what it was when it was first read:
+        some records would be trained twice or never. One that was only touched or moved may pass."""
+        for path in reader.files:
+            with self._naming(reader, path):
+                found = identity(path)
+                known, before = self._seen.get(path) or (None, b"")
+                if found == known or not path.is_file():  # to look at a pipe would be to read it
+                    continue
+                now = hashlib.blake2b(_size_and_excerpts(path), digest_size=16).digest()
+            if known is not None and now != before:
+                raise UserError(
+                    f"{path} has changed since it was first read, so records would be trained twice or never",
+                    where=self._key,
+                    remedy="restore the file, and run the same command to resume; or begin a run with the new data",
+                    exit_code=ExitCode.FAILED,
+                )
+            self._seen[path] = found, now
 
     @contextmanager
     def _naming(self, reader: Reader, *paths: Path) -> Iterator[None]:

@@ -192,6 +192,30 @@ def test_bad_records_are_logged_and_then_counted(tmp_path: Path, warnings: list[
     assert "more bad records of data.train" in warnings[-1]
 
 
+@pytest.mark.parametrize("change", ["cut", "replaced", "appended", "gone"])
+def test_a_file_that_changes_under_a_stream_is_an_error(change: str, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.jsonl" for name in "ab"]
+    for path in paths:
+        write_lines(path, ["good"] * 5000)
+    (stream,) = streams_of(f"{tmp_path}/*.jsonl")
+    assert len(list(stream.read())) == 10_000
+    for path in paths:
+        path.touch()
+    assert len(list(stream.read())) == 10_000  # its content is what it was
+    records = stream.read()
+    found = [next(records) for _ in range(10)]
+    lines = paths[0].read_text().splitlines(keepends=True)
+    if change == "gone":
+        paths[0].unlink()
+    else:
+        new = {"cut": lines[:4000], "replaced": lines[::-1], "appended": [*lines, lines[0]]}[change]
+        paths[0].write_text("".join(new))
+    says = "cannot read .*a.jsonl: No such file" if change == "gone" else "a.jsonl has changed since it was first read"
+    with pytest.raises(UserError, match=says):
+        found.extend(records)
+    assert {record.where.partition(":")[0] for record in found} == {str(paths[0])}  # none of the next file
+
+
 def test_fingerprint_is_of_sizes_ends_and_settings(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     content = bytearray(b"x" * 79 + b"\n") * 4000
