@@ -54,7 +54,7 @@ def test_both_hold_the_same(project: Path, step: int) -> None:
         assert one.keys() == other.keys()
         different = [name for name in one if not torch.allclose(one[name], other[name], 0, 0, equal_nan=True)]
         assert different == []
-    assert whole.state == parts.state
+    assert whole.state | {"run": None} == parts.state | {"run": None}  # each has its own id
     assert whole.state["progress"]["evaluated_step"] == step  # the scores were added to a checkpoint that was complete
 
 

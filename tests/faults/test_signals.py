@@ -1,5 +1,6 @@
 """A signal to one process or to all of them, in any phase: one save that all ranks agree on, and the run goes on."""
 
+import json
 import os
 import signal
 import subprocess
@@ -136,10 +137,11 @@ def test_in_any_phase_to_one_rank_or_to_all(cases: list[tuple[str, str]], tmp_pa
         assert all(torch.equal(tensor, final[key]) for key, tensor in weights(run, 6).items()), name
 
 
-def last_state(run: Path) -> tuple[str, str]:
-    """The state of the last checkpoint, and which one is the best."""
+def last_state(run: Path) -> tuple[dict[str, Any], str]:
+    """The state of the last checkpoint but for the run's id, and which one is the best."""
     checkpoints = run / "checkpoints"
-    return (checkpoints / "step-00000006" / "state.json").read_text(), (checkpoints / "best.json").read_text()
+    state = json.loads((checkpoints / "step-00000006" / "state.json").read_text())
+    return state | {"run": None}, (checkpoints / "best.json").read_text()
 
 
 SLOW_START = """
