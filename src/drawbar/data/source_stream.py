@@ -278,7 +278,8 @@ class SourceStream:
                 raise UserError(
                     f"{path} has changed since it was first read, so records would be trained twice or never",
                     where=self._key,
-                    remedy="restore the file, and run the same command to resume; or begin a run with the new data",
+                    remedy="start again when no other process is writing to it; a run that was trained on it resumes "
+                    "once its content is restored",
                     exit_code=ExitCode.FAILED,
                 )
             self._seen[path] = found, now
