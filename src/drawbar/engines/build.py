@@ -161,8 +161,7 @@ def bytes_of_state(task: Task, config: RunConfig) -> int:
     put_generators_back = note_host_generators()  # adapters draw random numbers, which must not affect the run's
     model, _ = build_weightless(task, config)
     put_generators_back()
-    if config.lora is not None:
-        store_frozen_weights_low(model, config.precision)
+    store_frozen_weights_low(model, config)
     trained = BYTES_PER_PARAMETER[config.optim.state_dtype]
     return sum(p.numel() * (trained if p.requires_grad else p.itemsize) for p in model.parameters())
 

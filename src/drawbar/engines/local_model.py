@@ -267,8 +267,7 @@ def apply_dtypes(model: nn.Module, task: Task, config: RunConfig) -> None:
     fp8. Autocast handles all other dtypes. Call before the model is parallelized."""
     if not task.task_context.trains:
         return
-    if config.lora is not None:
-        store_frozen_weights_low(model, config.precision)
+    store_frozen_weights_low(model, config)
     if config.parallel.fp8 is not None:
         compute_in_fp8(model, config.parallel.fp8)
 

@@ -75,10 +75,13 @@ def weights_to_store_low(model: nn.Module, precision: str) -> set[nn.Parameter]:
     return {parameter for parameter in cast if not parameter.requires_grad and parameter.dtype == torch.float32}
 
 
-def store_frozen_weights_low(model: nn.Module, precision: str) -> None:
-    """Store the frozen weights of :func:`weights_to_store_low` in the low precision, in place."""
-    for parameter in weights_to_store_low(model, precision):
-        parameter.data = parameter.data.to(DTYPES[precision])
+def store_frozen_weights_low(model: nn.Module, config: RunConfig) -> None:
+    """Under LoRA, store the frozen weights of :func:`weights_to_store_low` in the low precision, in place. Without it,
+    checkpoints have frozen weights, too, which stay as they are."""
+    if config.lora is None:
+        return
+    for parameter in weights_to_store_low(model, config.precision):
+        parameter.data = parameter.data.to(DTYPES[config.precision])
 
 
 def stream_dtype(precision: str) -> torch.dtype:
