@@ -17,7 +17,7 @@ from drawbar.tracking.meters import Throughput
 from drawbar.tracking.trackers import Trackers
 from drawbar.train.batches import eval_micro_batch, make_augment
 from drawbar.train.callback import Callback, RunHandle
-from drawbar.train.run_dir_lock import RunDirLock, RunDirLost
+from drawbar.train.run_dir_lock import RunDirLock
 from drawbar.train.saver import Saver
 from drawbar.train.step import RunProgress
 from drawbar.train.stop import Stop
@@ -100,12 +100,7 @@ class Run:
 
     def owns_directory(self) -> bool:
         """Whether the run directory is still this run's. If not, the run stops, with its state saved elsewhere."""
-        try:
-            self.lock.check()
-        except RunDirLost as error:
-            self.stop.fail(error)
-            return False
-        return True
+        return self.lock.is_still_held(self.stop.fail)
 
     def evaluate(self) -> Evaluation | None:
         """Evaluate on the validation data, preserving every random generator's state. None if a rank wants to stop; the

@@ -5,6 +5,7 @@ import fcntl
 import os
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -123,6 +124,15 @@ class RunDirLock:
             return  # whatever is written next meets the error of the disk
         if found != self._written:
             raise self._lost(f"was taken over by {_holder(found)}")
+
+    def is_still_held(self, on_loss: Callable[[UserError], None]) -> bool:
+        """Whether ``check`` passes. If not, ``on_loss`` gets its error."""
+        try:
+            self.check()
+        except RunDirLost as error:
+            on_loss(error)
+            return False
+        return True
 
     def release(self) -> None:
         """Unlock the directory; ``take`` can lock it again."""

@@ -158,7 +158,8 @@ def _find_in_run(config: RunConfig, resume: str, weights_only: bool = False) -> 
     # read every byte before a run starts over, so that damage found by a resume is found here, too; and if the object
     # store may have an intact copy, as nothing is fetched once the restore has started
     is_thorough = resume == "never" or config.checkpoint.remote is not None
-    verify = partial(_verify_own, run_id(folder), verify_every_byte if is_thorough else verify_except_parts)
+    run = run_id(folder)
+    verify = partial(_verify_own, run, verify_every_byte if is_thorough else verify_except_parts)
     found = checkpoints.find_newest_usable(verify)
     refusal = _refusal(found, checkpoints.path)
     if resume == "never" and (found.newest is not None or refusal is None):
@@ -173,7 +174,7 @@ def _find_in_run(config: RunConfig, resume: str, weights_only: bool = False) -> 
     if found.newest is not None and refusal is not None:
         raise refusal
     if resume == "auto":
-        older = [path for path in checkpoints.older_than(found.newest) if not is_of_other_run(path, run_id(folder))]
+        older = [path for path in checkpoints.older_than(found.newest) if not is_of_other_run(path, run)]
         return RunStart(found.newest, unusable=found.unusable, changed_schedule=changed, refusal=refusal, older=older)
     chosen = checkpoints.resolve(resume).resolve()
     if chosen.parent != checkpoints.path.resolve():  # from elsewhere: the same command, run again, resumes this run

@@ -265,7 +265,8 @@ class Saver:
         if so, its step is no longer the best one. Collective."""
         with self._world.barrier_after(self._writing):
             self._writer.wait()
-        if self._world.from_rank0(self._has_lost_directory, "looking at the run directory"):
+        is_held = partial(self._lock.is_still_held, self._stop.fail)
+        if not self._world.from_rank0(is_held, "looking at the run directory"):
             self._save_elsewhere()
         if self._config.on_error == "stop":
             return  # ``wait`` raises the error
@@ -285,18 +286,11 @@ class Saver:
         if self._config.keep_best and progress.best_step == saved.step != progress.step:
             progress.best_step, progress.best_score = self._confirmed_best
 
-    def _has_lost_directory(self) -> bool:
-        try:
-            self._directory.check_owner()
-        except RunDirLost as error:
-            self._stop.fail(error)
-            return True
-        return False
-
     def _save_elsewhere(self) -> None:
         """Save in a new run directory from here on. Collective."""
         run_dir = self._world.from_rank0(lambda: self._make_run_dir(self._lock.rescue_name), "making a run directory")
-        self._directory.path, self._directory.check_owner = run_dir / "checkpoints", lambda: None
+        self._lock = RunDirLock(run_dir)  # not taken, so it cannot be lost: only this process knows the directory
+        self._directory.path, self._directory.check_owner = run_dir / "checkpoints", self._lock.check
         self._run, self._last_saved = run_id(run_dir), None
         self._writer.pop_error()  # of a save in the directory that is lost
 
