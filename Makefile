@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 VERSION_TESTS := tests/unit/models tests/unit/parallel tests/unit/engines tests/unit/runtime tests/unit/optim \
   tests/unit/util/test_versions.py tests/distributed tests/faults/test_resume.py tests/faults/test_signals.py
 
-.PHONY: demo test exhaustive test-all test-oldest test-newest mutants quick lint format bench docs clean
+.PHONY: demo test exhaustive test-all test-oldest test-newest mutants faults quick lint format bench docs clean
 
 demo: .venv/installed
 	$(BIN)/python examples/python_stdlib/demo.py
@@ -32,6 +32,10 @@ test-all: test exhaustive
 mutants: .venv/installed-dev
 	$(BIN)/python -m compileall -q src
 	$(BIN)/python tests/mutants/run.py --jobs 2 $(MUTANTS)
+
+# every fault in every phase, under several strategies: minutes; FAULTS="--only stop" for some of them
+faults: .venv/installed-dev
+	$(BIN)/python tests/faults/fault_table.py --jobs 2 $(FAULTS)
 
 # the two ends of the versions in pyproject.toml, each in an environment of its own, with the Python that goes with them
 # where there is one (pyenv's are not on the path); torch is a CUDA build there, and runs on CPUs

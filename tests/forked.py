@@ -76,6 +76,8 @@ class _Forked(subprocess.Popen[bytes]):
             super()._execute_child(args, *others)  # type: ignore[misc]
             return
         self._child_created = True
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # the child would write it again
         self.pid = os.fork()
         if self.pid == 0:
             if new_session:

@@ -28,5 +28,8 @@ class SecondRank:
     def working(self, activity: str) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def set_activity(self, activity: str) -> None:
+        pass
+
     def barrier(self, what: str) -> None:
         pass

@@ -38,7 +38,12 @@ class UserError(Exception):
         where: the file, line or key that it concerns.
         remedy: what to do about it.
         exit_code: 2 for a wrong request; 1 where the request was valid and failed later (a full disk, a diverged loss).
+
+    Attributes:
+        origin: the rank that it happened on, and what that was doing, if it is not the one that reports the error.
     """
+
+    origin = ""
 
     def __init__(
         self,

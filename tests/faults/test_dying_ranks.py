@@ -146,10 +146,16 @@ def start(project: Path, output: Path) -> BaseProcess:
     ("fate", "error"),
     some(
         [
-            ("raises beside a deaf rank", "error: rank 1: Doomed.forward fails: ValueError: planted"),
-            ("raises in evaluation", "error: rank [01]: the evaluation failed on rank 0: ValueError: planted"),
-            ("killed", "error: rank 1 was killed by SIGKILL"),
-            ("exits", "error: rank 1 ended with exit code 7 and no message"),
+            (
+                "raises beside a deaf rank",
+                ": Doomed.forward fails: ValueError: planted",
+            ),
+            (
+                "raises in evaluation",
+                ": the evaluation failed on rank 0: ValueError: planted",
+            ),
+            ("killed", " was killed by SIGKILL"),
+            ("exits", " ended with exit code 7 and no message"),
         ],
         2,
     ),
@@ -158,14 +164,17 @@ def test_a_rank_that_dies_ends_the_run(doomed: Path, fate: str, error: str) -> N
     end = end_of(doomed, fate)
     assert end.code == 1
     [told] = errors(end.err)
-    assert re.fullmatch(error, told)  # and not that the other one lost its connection
+    who = "rank [01]" if "evaluation" in fate else "rank 1"
+    assert re.fullmatch(
+        rf"error: {who} \(step 3, [a-z ]+\){error}", told
+    )  # and not that the other one lost its connection
     assert end.seconds < SECONDS_TO_END
     check_gone(ranks(doomed))
 
 
 def test_a_save_that_has_begun_is_finished_where_another_rank_dies(doomed: Path) -> None:
     done = run_cli(*COMMAND, "checkpoint.every=2", cwd=doomed, env={"FATE": "raises beside a rank that writes"})
-    assert errors(done.err) == ["error: rank 1: Doomed.forward fails: ValueError: planted"]
+    assert errors(done.err) == ["error: rank 1 (step 3, forward): Doomed.forward fails: ValueError: planted"]
     assert (doomed / "runs/tiny/checkpoints/step-00000002/manifest.json").exists(), done.err
     check_gone(ranks(doomed))
 

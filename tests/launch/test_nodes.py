@@ -24,7 +24,7 @@ from drawbar.jobs.node.network import (
     is_free,
 )
 from drawbar.jobs.node.restart import MOST_RESTARTS, count_restart
-from drawbar.launch.agent import report_failure
+from drawbar.launch.failures import report_failure
 from drawbar.launch.rendezvous import VARIABLE, Rendezvous
 from drawbar.util.run_dir import newest_step
 
@@ -164,7 +164,7 @@ def test_a_report_that_is_cut_off_is_not_there(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     program = (
         "import os, resource, signal\n"
-        "from drawbar.launch.agent import report_failure\n"
+        "from drawbar.launch.failures import report_failure\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n"  # the kernel kills who writes more
         "resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))\n"
         "report_failure(ValueError('too long for the limit'))\n"

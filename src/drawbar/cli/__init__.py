@@ -183,7 +183,7 @@ def _is_one_of_several() -> bool:
 def _leave_rank(code: int) -> NoReturn:
     """Exit a rank without shutting down the interpreter. During a shutdown, threads of a process group could abort the
     process (pytorch/pytorch#190489) or wait forever for ranks that have exited."""
-    from drawbar.launch.agent import report_status
+    from drawbar.launch.failures import report_status
 
     report_status(code)
     if code == ExitCode.DONE:
@@ -199,14 +199,16 @@ def _flush() -> None:
 
 
 def _invoke(task: "type[Task] | None") -> int:
+    from drawbar.distributed import pulse
     from drawbar.distributed.interrupt import exit_now, handle
 
+    pulse.begin()
     if threading.current_thread() is threading.main_thread():
         handle(signal.default_int_handler, signal.SIGINT, deaf=partial(exit_now, trains=False))
     try:
         return _run_command(task)
-    except (KeyboardInterrupt, click.Abort):  # also while an error is reported
-        click.echo("interrupted", err=True)
+    except (KeyboardInterrupt, click.Abort) as error:  # also while an error is reported
+        _report_error(error.__cause__ or error, "interrupted")  # click's Abort is raised from a KeyboardInterrupt
         return ExitCode.INTERRUPTED
 
 
@@ -228,10 +230,10 @@ def _run_command(task: "type[Task] | None") -> int:
         return ExitCode.FAILED
 
 
-def _report_error(error: Exception, text: str) -> None:
+def _report_error(error: BaseException, text: str) -> None:
     """Report an error to the launcher, which prints it once for all ranks, or else on stderr."""
     if _is_one_of_several():
-        from drawbar.launch.agent import report_failure
+        from drawbar.launch.failures import report_failure
         from drawbar.launch.warm_process import STATUS_VARIABLE
 
         if report_failure(error) and STATUS_VARIABLE in os.environ:

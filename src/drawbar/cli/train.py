@@ -102,8 +102,11 @@ def start(
             check_guests(loaded, total)
             seconds = config.launch.roll_call_seconds
             node_check = NodeCheck(config.model_dump_json(), config.device, config.run_dir, seconds)
-            command, timeout = rerun_command(task), config.launch.timeout
-            return run_processes(command, processes, rendezvous, timeout, node_check, warm_process)
+            command, launch = rerun_command(task), config.launch
+            again = [*command, "--resume", "auto"] if resume == "never" else command  # the run exists then
+            return run_processes(
+                command, processes, rendezvous, launch, node_check, warm_process, config.run_dir, again
+            )
 
     with quick_imports():
         from drawbar.distributed.rank_info import RankInfo
@@ -174,4 +177,4 @@ def rerun_as_ranks(config: "RunConfig", task: "type[Task] | None") -> int | None
         return None
     from drawbar.launch.agent import run_processes
 
-    return run_processes(rerun_command(task), processes, trains=False)
+    return run_processes(rerun_command(task), processes, launch=config.launch)

@@ -109,7 +109,12 @@ def digest_for_all(records: Records, kept: DigestCache, world: Distributed) -> s
     own = None
     if leader == world.rank:
         with world.working("hashing the data"):
-            own = records.digest(kept.of)
+
+            def digest_of(file: Path) -> str:
+                world.set_activity(f"hashing {file}")
+                return kept.of(file)
+
+            own = records.digest(digest_of)
     found = world.all_gather(own)[leader]
     assert found is not None
     return found

@@ -5,10 +5,12 @@ A thread of each rank publishes its activity. It sends heartbeats only while the
 ``working``: a rank that hangs anywhere else, such as in a collective of its engine, falls silent. Only rank 0's thread
 reads the activities of all ranks; it publishes a digest that tells every rank which ranks are silent.
 
-The digest's size does not grow with the number of ranks.
+The digest's size does not grow with the number of ranks. The launcher of a node reads the same from the pulses of its
+ranks (:mod:`drawbar.distributed.pulse`).
 """
 
 import json
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,12 +20,35 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from drawbar.config.schema.run_config import LimitsSection
+from drawbar.distributed import pulse
+from drawbar.distributed.pulse import Kind, Pulse, limit_of
 from drawbar.errors import ExitCode, UserError
+from drawbar.runtime import torch_internals
 from drawbar.runtime.log import logger
 
+_LOST_PEER = re.compile(
+    r"connection (was likely )?(closed|reset)|broken pipe|remote process|pair closure|timed out waiting", re.IGNORECASE
+)
+"""Matches the messages of gloo, NCCL and torch's store when the other end is gone or does not answer."""
 _MAX_NAMED = 4
 """Maximum number of ranks that a message names."""
 _DIGEST = "liveness/digest"
+
+
+class PeerLost(UserError):
+    """This rank has waited in vain for another one, which is at fault."""
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether an error is that another rank is gone or does not answer."""
+    cause: BaseException | None = error
+    while cause is not None:
+        is_torchs = isinstance(cause, RuntimeError)  # as torch's DistError is
+        if isinstance(cause, PeerLost) or (is_torchs and _LOST_PEER.search(str(cause))):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 class RankActivity(NamedTuple):
@@ -143,18 +168,26 @@ class Liveness:
     Args:
         store: the rendezvous store.
         timeout: seconds without a heartbeat after which a rank counts as gone.
+        limits: how long a rank sends heartbeats while it is working.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: float, limits: LimitsSection | None = None
+    ) -> None:
         self.timeout = timeout
+        self._limits = limits or LimitsSection()
         self._store = store
         self._rank = rank
         self._activity_reader = ActivityReader(store, size, ceil(timeout / self._period)) if rank == 0 else None
-        self._activity = RankActivity().activity
+        self._pulse = Pulse()
+        self._usual_kind = Kind.START
         self._entered = 0
-        self._activity_changes = 0
         self._heartbeats = 0
-        """Written only by the heartbeat thread; the activity, its changes and ``_entered`` only by the main thread."""
+        self._pulse_before = self._pulse
+        """The pulse at the last heartbeat."""
+        self._unchanged = 0
+        """Number of heartbeats with the same pulse. Only the heartbeat thread writes it and ``_heartbeats``; only the
+        main thread writes the pulse and ``_entered``."""
         self._is_working = False
         self._is_waiting = False
         self._last_published: RankActivity | None = None
@@ -174,22 +207,34 @@ class Liveness:
     def stop(self) -> None:
         self._stopped.set()
 
-    def set_activity(self, activity: str) -> None:
+    @property
+    def activity(self) -> str:
+        """``step 5, forward``"""
+        return str(self._pulse)
+
+    def set_activity(self, activity: str, kind: Kind | None = None) -> None:
         """Set this rank's activity, which counts as a heartbeat. Returns immediately."""
-        self._activity = activity
-        self._activity_changes += 1
+        self._pulse = Pulse(self._pulse.changes + 1, kind or self._usual_kind, self._pulse.step, activity)
+        self._pulse.write()
+
+    def begin_step(self, step: int) -> None:
+        """Set the step that the following activities belong to."""
+        if self._pulse.step:
+            self._usual_kind = Kind.STEP  # the first step may compile
+        self._pulse = self._pulse._replace(step=step)
+        self.set_activity("counting its targets")
 
     @contextmanager
-    def working(self, activity: str) -> Iterator[None]:
+    def working(self, activity: str, kind: Kind | None = None) -> Iterator[None]:
         """Context manager that sends heartbeats during long work on this rank only."""
-        before, outer = self._activity, self._is_working
-        self.set_activity(activity)
+        before, outer = self._pulse, self._is_working
+        self.set_activity(activity, kind or (Kind.CALLBACK if self._usual_kind is Kind.STEP else None))
         self._is_working = True
         try:
             yield
         finally:
             self._is_working = outer
-            self.set_activity(before)
+        self.set_activity(before.activity, before.kind)  # after an error it stays what failed
 
     def wait(self, operation: dist.Work, what: str | None) -> None:
         """Wait for a collective as long as the ranks send heartbeats.
@@ -201,15 +246,18 @@ class Liveness:
         """
         assert not self._is_working, f"{what}: a rank that waits inside working() may wait forever"
         self._entered += 1
-        self.set_activity(what or self._activity)
+        kind = self._pulse.kind
+        self.set_activity(what or self._pulse.activity, kind)
         poll_seconds = min(_POLL_SECONDS, self.timeout / _MIN_HEARTBEATS)
         if _has_ended(operation, poll_seconds):
             return
         self._is_waiting = True
+        self.set_activity(self._pulse.activity, Kind.WAITING)
         try:
             self._watch(operation, poll_seconds)
         finally:
             self._is_waiting = False
+            self.set_activity(self._pulse.activity, kind)
 
     def _watch(self, operation: dist.Work, poll_seconds: float) -> None:
         # counts polls instead of seconds, so that no rank counts as silent after a suspended job resumes
@@ -235,9 +283,9 @@ class Liveness:
             if not all_arrived and _is_time_to_log(polls, poll_seconds):
                 logger.info("waiting for %s (%.0f s)", digest.behind, polls * poll_seconds)
 
-    def _lost(self, reason: str) -> UserError:
-        return UserError(
-            f"rank {self._rank} waited {self.timeout:g}s for the others at {self._activity}: {reason}",
+    def _lost(self, reason: str) -> PeerLost:
+        return PeerLost(
+            f"rank {self._rank} waited {self.timeout:g}s for the others at {self._pulse.activity}: {reason}",
             remedy="look at the logs of the ranks named; to wait longer, set launch.timeout=SECONDS",
             exit_code=ExitCode.FAILED,
         )
@@ -251,18 +299,23 @@ class Liveness:
     def _run(self) -> None:
         awaited = 0
         while not self._stopped.wait(period := self._period):
+            pulse.write_collectives(_begun_collectives())
             with suppress(dist.DistError, RuntimeError):  # no store, no new digests: this ends every wait
                 self._publish_activity()
                 self._poll()
             others_wait = self._is_working and self._digest.highest > self._entered
             awaited = awaited + 1 if others_wait else 0
             if _is_time_to_log(awaited, period):  # this may be the only rank with a console
-                logger.info("the other ranks wait for this one: %s (%.0f s)", self._activity, awaited * period)
+                logger.info("the other ranks wait for this one: %s (%.0f s)", self._pulse.activity, awaited * period)
 
     def _publish_activity(self) -> None:
-        if self._is_working or self._is_waiting:
+        now, before = self._pulse, self._pulse_before
+        self._unchanged = self._unchanged + 1 if now == before else 0
+        self._pulse_before = now
+        within_limit = self._unchanged * self._period < limit_of(now.kind, self._limits, self.timeout)
+        if self._is_waiting or (self._is_working and within_limit):
             self._heartbeats += 1
-        entry = RankActivity(self._entered, self._activity_changes + self._heartbeats, self._is_waiting, self._activity)
+        entry = RankActivity(self._entered, now.changes + self._heartbeats, self._is_waiting, str(now))
         if entry != self._last_published:
             entry.publish(self._store, self._rank)
             self._last_published = entry
@@ -273,6 +326,17 @@ class Liveness:
             self._digest = self._activity_reader.publish()
         elif self._is_working or self._is_waiting:
             self._digest = LivenessDigest.read(self._store)
+
+
+def _begun_collectives() -> dict[str, int]:
+    """Number of collectives that this rank has begun, by process group."""
+    with suppress(RuntimeError):  # a group is being made or destroyed by the main thread
+        return {
+            f"{group.group_desc or 'group'} {name}": group._get_sequence_number_for_group()
+            for group, name in list(torch_internals._world.pg_names.items())
+            if isinstance(group, dist.ProcessGroup)
+        }
+    return {}
 
 
 def _has_ended(operation: dist.Work, seconds: float) -> bool:

@@ -10,9 +10,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -20,10 +19,13 @@ import torch
 import torch.distributed as dist
 
 from drawbar.config.parallel_dims import ParallelDims
+from drawbar.config.schema.run_config import LimitsSection
+from drawbar.distributed import pulse
 from drawbar.distributed.interrupt import heard_inside_calls
 from drawbar.distributed.liveness import Liveness
+from drawbar.distributed.pulse import Kind
 from drawbar.distributed.rank_info import RankInfo, has_launcher, node_name, who_set_rank
-from drawbar.distributed.watchdog import JOINED, ProcessId, Watchdog
+from drawbar.distributed.watchdog import LAUNCHER, ProcessId, Watchdog
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime import torch_internals
 from drawbar.runtime.log import logger, told_while_waiting
@@ -73,11 +75,18 @@ class Distributed:
         device: this process's device, for its model, batches and the engines' collectives (nccl on CUDA, else gloo).
         timeout: seconds without a heartbeat from a peer after which waiting for it fails.
         dims: the degree of each mesh axis; by default, all ranks are data-parallel.
+        limits: how long a peer may work without progress before waiting for it fails, too.
     """
 
     def __init__(
-        self, rank_info: RankInfo, device: torch.device, timeout: float, dims: ParallelDims | None = None
+        self,
+        rank_info: RankInfo,
+        device: torch.device,
+        timeout: float,
+        dims: ParallelDims | None = None,
+        limits: LimitsSection | None = None,
     ) -> None:
+        pulse.begin()
         self.rank_info = rank_info
         self.device = device
         self.dims = dims or ParallelDims(dp_replicate=rank_info.world_size)
@@ -88,7 +97,8 @@ class Distributed:
         self._control: dist.ProcessGroup | None = None
         self._store: dist.Store = dist.HashStore()
         self._watchdog = Watchdog()
-        self._liveness = Liveness(self._store, self.rank, self.size, timeout)
+        self._limits = limits or LimitsSection()
+        self._liveness = Liveness(self._store, self.rank, self.size, timeout, self._limits)
 
     def set_dims(self, dims: ParallelDims) -> None:
         """Set the degrees of the strategy. Only dp_replicate and dp_shard may change; every rank keeps its dp_rank."""
@@ -116,13 +126,13 @@ class Distributed:
 
     def __enter__(self) -> Self:
         if self.size == 1:
-            _say_joined()
             return self
         if has_launcher():
             self._watchdog.start()
         on_cuda = self.device.type == "cuda"
         # torch has no timeout if a foreign program listens on MASTER_PORT; otherwise torch fails before this timer
-        deadline = threading.Timer(2 * self.timeout.total_seconds() + 5, self._give_up)
+        seconds = (self._meeting_time + self.timeout).total_seconds() + 5
+        deadline = threading.Timer(seconds, self._give_up)
         deadline.daemon = True
         deadline.start()
         # without a launcher the variables may be left over from another run, and no other rank may come
@@ -136,15 +146,17 @@ class Distributed:
             deadline.cancel()
         self._watchdog.watch_ranks(process_id for process_id, _ in ranks)
         self.nodes = tuple(name for _, name in ranks)
-        _say_joined()
         return self
 
     def _meet(self, on_cuda: bool) -> list[tuple[ProcessId, str]]:
         """Create the groups, and find out the process and node of each rank."""
         self._store = prefixed_store(self.timeout)
         self._store.set(f"came/{self.rank}", node_name())
-        self._liveness = Liveness(self._store, self.rank, self.size, self.timeout.total_seconds())
+        if self._store.add("came", 1) == self.size:
+            self._store.set("all came", "")
+        self._liveness = Liveness(self._store, self.rank, self.size, self.timeout.total_seconds(), self._limits)
         self._liveness.publish_first()
+        self._store.wait(["all came"], self._meeting_time)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_cuda else "gloo",  # gloo for tensors offloaded to the host
             store=self._store,
@@ -153,9 +165,15 @@ class Distributed:
             timeout=self.timeout,
             device_id=self.device if on_cuda else None,
         )
-        self._control = dist.new_group(backend="gloo", timeout=self.timeout)
+        self._control = dist.new_group(backend="gloo", timeout=self.timeout, group_desc="control")
         self._liveness.start()
         return self.all_gather((self._watchdog.process_id, node_name()))
+
+    @property
+    def _meeting_time(self) -> timedelta:
+        """How long to wait for all ranks. One that drawbar's launcher has started may be importing the user's code;
+        one of another launcher may never have been started."""
+        return max(self.timeout, timedelta(seconds=self._limits.start)) if LAUNCHER in os.environ else self.timeout
 
     def ensure_process_group(self) -> None:
         """Create a process group of one process, for strategies that need one. Several processes already have one."""
@@ -213,6 +231,7 @@ class Distributed:
             self._watchdog.stop()
             _retired_groups.append(dist.group.WORLD)
             dist.destroy_process_group()
+            self._liveness.set_activity("done", Kind.ENDED)
         self._liveness.stop()
 
     def lost_a_rank(self) -> bool:
@@ -228,20 +247,29 @@ class Distributed:
         work."""
         self._watchdog.is_busy = is_busy
 
-    def set_activity(self, activity: str) -> None:
+    def set_activity(self, activity: str, kind: Kind | None = None) -> None:
         """Set this rank's activity, for the error messages of ranks that wait for it."""
-        self._liveness.set_activity(activity)
+        self._liveness.set_activity(activity, kind)
 
-    def working(self, activity: str) -> AbstractContextManager[None]:
+    def describe(self) -> str:
+        """This rank and its activity, as in ``rank 1 on node-b (step 5, forward)``; empty for a single process."""
+        on_node = f" on {self.nodes[self.rank]}" if len(set(self.nodes)) > 1 else ""
+        return f"rank {self.rank}{on_node} ({self._liveness.activity})" if self.size > 1 else ""
+
+    def begin_step(self, step: int) -> None:
+        """Set the step that the following activities belong to."""
+        self._liveness.begin_step(step)
+
+    def working(self, activity: str, kind: Kind | None = None) -> AbstractContextManager[None]:
         """Context manager for work that may take this rank longer than ``launch.timeout``: the others wait for it as
-        long as it takes, in their next barrier, host sum, gather or ``from_rank0`` of this class. None of these may run
-        inside."""
-        return self._liveness.working(activity)
+        long as ``launch.limits`` allows, in their next barrier, host sum, gather or ``from_rank0`` of this class. None
+        of these may run inside."""
+        return self._liveness.working(activity, kind)
 
     @contextmanager
-    def barrier_after(self, activity: str) -> Iterator[None]:
+    def barrier_after(self, activity: str, kind: Kind | None = None) -> Iterator[None]:
         """Context manager for long independent work on each rank, with a barrier on exit. Every rank must enter it."""
-        with self.working(activity):
+        with self.working(activity, kind):
             yield
         self.barrier(activity)
 
@@ -432,13 +460,6 @@ def _ranges(ranks: Sequence[int]) -> str:
     starts = [rank for rank in ranks if rank - 1 not in ranks]
     ends = [rank for rank in ranks if rank + 1 not in ranks]
     return ", ".join(str(start) if start == end else f"{start}–{end}" for start, end in zip(starts, ends, strict=True))
-
-
-def _say_joined() -> None:
-    """Tell the launcher that this rank does what it was started for."""
-    if file := os.environ.get(JOINED):
-        with suppress(OSError):  # the launcher may be gone with its folder
-            Path(file).touch()
 
 
 def _listed(tensors: dict[str, torch.Tensor]) -> list[_Item]:

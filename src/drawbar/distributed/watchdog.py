@@ -11,8 +11,6 @@ NODE = "DRAWBAR_NODE"
 """Environment variable: what the launcher calls this node."""
 LAUNCHER = "DRAWBAR_LAUNCHER"
 """Environment variable: the process id of drawbar's own launcher."""
-JOINED = "DRAWBAR_JOINED_FILE"
-"""Environment variable: the file that a rank makes when it has met the others, for drawbar's own launcher."""
 
 ProcessId = tuple[str, int, int]
 """Identifies a rank: its machine, its launcher's process id, its own process id."""

@@ -95,6 +95,7 @@ class Engine:
         # executors average over the ranks that see different tokens; the loss contract requires the sum
         scale = self.updater.loss_scale * self.world.dp_ranks.size * self.world.dims.cp / divisor
         loss_sum = self.executor.forward_backward(micro_batches, scale)
+        self.world.set_activity("optimizer")
         update = self.updater.step(lr, self._before_update)
         self.step += 1
         loss = self.world.dp_ranks.sum_tensor(loss_sum) / divisor

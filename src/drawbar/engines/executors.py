@@ -66,6 +66,7 @@ class ModelExecutor:
         self.module = module
         self.training_forward = training_forward
         self.device = world.device
+        self.set_activity = world.set_activity
         self.device_copies = DeviceCopies(world.device)
         self.precision = precision
         self.context = context
@@ -90,9 +91,11 @@ class ModelExecutor:
             maybe_sharded_logits(self.shards_logits),
             self._sharing_sequences(),
         ):
+            self.set_activity("forward")
             with autocast(self.precision, self.device):
                 loss = checked_loss(self.task, self.training_forward.loss(batch))
             loss = zero_if_padding(loss, micro)
+            self.set_activity("backward")
             self.training_forward.backward(loss * scale)
         return loss.detach()
 
@@ -171,12 +174,14 @@ class PipelineExecutor:
         self.pipeline = pipeline
         self.pipeline_inference = pipeline_inference
         self.device = world.device
+        self.set_activity = world.set_activity
         self.device_copies = DeviceCopies(world.device)
         self.precision = precision
         self.shards_logits = shards_logits
         self.loss_in_head = loss_in_head
 
     def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
+        self.set_activity("forward and backward")
         self.training_module.train()
         batches = list(self.device_copies.of(with_targets(self.task, micro_batches, self.loss_in_head)))
         forwards = [self._forward(batch) for batch in batches]

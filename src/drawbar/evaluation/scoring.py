@@ -15,7 +15,9 @@ from drawbar.config.io.user_modules import raised_at
 from drawbar.data.dataset import EncodedDataset
 from drawbar.data.loader import Augment, EvalLoader, MicroBatchSize, SampleRows
 from drawbar.data.sources import Record
+from drawbar.distributed.liveness import is_peer_failure
 from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.pulse import Kind
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EvalResult
 from drawbar.errors import ExitCode, UserError, nearest
@@ -53,6 +55,8 @@ class EvaluationFailed(UserError):
 
     trace = ""
     """The traceback on that rank."""
+    has_waited = False
+    """Whether that rank had waited in vain for another one, whose error it hides."""
 
     @classmethod
     def of(cls, error: BaseException, world: Distributed) -> Self:
@@ -70,6 +74,8 @@ class EvaluationFailed(UserError):
         what = f"the evaluation failed{on_rank}: {known.what}"
         failed = cls(what, where=known.where, remedy=known.remedy, exit_code=known.exit_code)
         failed.__cause__ = error
+        failed.origin = world.describe()
+        failed.has_waited = is_peer_failure(error)
         failed.trace = "".join(traceback.format_exception(error)).rstrip()
         return failed
 
@@ -104,6 +110,7 @@ def evaluate(
     engine.share_buffers()
     loader = _loader(engine, task, split, world, micro_batch, augment)
     batches, results = iter(loader), _RankResults()
+    world.set_activity(f"evaluating {split.name}", Kind.CALLBACK)
     with engine.evaluating():
         for done in range(1, len(loader) + 1):
             failure = None
@@ -116,7 +123,7 @@ def evaluate(
                 failure = error
             if not _agree_to_go_on(failure, stop_wanted(), world):
                 return None
-            world.set_activity(_progress_text("evaluating", split, done, len(loader)))
+            world.set_activity(_progress_text("evaluating", split, done, len(loader)), Kind.CALLBACK)
             progress(done, len(loader))
     return _score(task, split, results, world)
 
@@ -165,7 +172,8 @@ def _agree_to_go_on(failure: BaseException | None, stop: bool, world: Distribute
         raise
     if agreed == _Vote.FAIL:
         own_error = None if failure is None else EvaluationFailed.of(failure, world)
-        raise next(error for error in world.all_gather(own_error) if error is not None)
+        errors = [error for error in world.all_gather(own_error) if error is not None]
+        raise min(errors, key=lambda error: error.has_waited)
     return agreed == _Vote.GO_ON
 
 
@@ -253,7 +261,7 @@ def predict(
         for done, micro in enumerate(loader, start=1):
             found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch, predict_fn))
             predictions += found if not micro.is_padding else []
-            world.set_activity(_progress_text("predicting", split, done, len(loader)))
+            world.set_activity(_progress_text("predicting", split, done, len(loader)), Kind.CALLBACK)
             progress(done, len(loader))
     gathered = world.dp_ranks.gather_from_leaders(predictions)
     return predictions_by_record(split, [pair for part in gathered for pair in part]) if gathered is not None else {}

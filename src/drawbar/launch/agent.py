@@ -1,16 +1,13 @@
 """Runs several processes on this machine, and on others, with torch's own elastic launcher (what ``torchrun`` runs).
 
-drawbar's process on a node (the node's launcher) calls :func:`run_processes`; each rank calls :func:`report_failure`
-before it exits with an error, so that the node's launcher can name the rank that failed *first*, not one that lost its
-connection as a result.
+drawbar's process on a node (the node's launcher) calls :func:`run_processes`. It watches its ranks (``Observer``), and
+names the one that failed *first* (``explain``), not one that lost its connection as a result.
 """
 
 import contextlib
-import json
 import logging
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -18,18 +15,19 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.metrics import api as timing
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from drawbar.config.schema.run_config import LaunchSection
 from drawbar.distributed.interrupt import (
     ECHO_SECONDS,
     INTERRUPT_SIGNALS,
@@ -39,65 +37,113 @@ from drawbar.distributed.interrupt import (
     exit_now,
     handle,
 )
-from drawbar.distributed.watchdog import JOINED
-from drawbar.errors import ExitCode, UserError, visible
+from drawbar.distributed.pulse import PULSE, Kind
+from drawbar.distributed.rank_info import node_name
+from drawbar.errors import ExitCode, UserError
+from drawbar.launch.autopsy import write_autopsy
+from drawbar.launch.failures import ERROR_FILE, End, explain, report_failure
 from drawbar.launch.node_check import NodeCheck
+from drawbar.launch.observer import Observer, WatchedRank
+from drawbar.launch.observer import __file__ as observer_file
 from drawbar.launch.rendezvous import Rendezvous
 from drawbar.launch.warm_process import STATUS_VARIABLE, ForkedRank, WarmProcess, become_launcher
 from drawbar.runtime.torch_internals import subprocess_handler
-from drawbar.util.atomic_files import replacing
-
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_QUIET_CODES = (ExitCode.REQUEUE, ExitCode.INTERRUPTED)
-_LOST_PEER = re.compile(r"connection (was likely )?(closed|reset)|broken pipe|remote process", re.IGNORECASE)
-"""Matches the messages of gloo, NCCL and torch's store when the other end is gone."""
+from drawbar.util.run_dir import newest_step
 
 
 def run_processes(
     arguments: list[str],
     nproc: int,
     rendezvous: Rendezvous | None = None,
-    timeout: float = 600,
+    launch: LaunchSection | None = None,
     node_check: NodeCheck | None = None,
     warm_process: WarmProcess | None = None,
-    *,
-    trains: bool = True,
+    run_dir: Path | None = None,
+    again: list[str] | None = None,
 ) -> int:
     """Run ``python ARGUMENTS`` as ``nproc`` ranks on this machine and return the exit code of the run.
 
     Without a ``rendezvous``, torch's store listens on a port that the operating system chooses, so two runs never meet.
-    With one, every node calls this, runs the ``node_check``, and waits ``timeout`` seconds for the others. The
-    ``warm_process`` forks the ranks if it can. ``trains`` says whether the ranks train a run, for the message after a
-    signal.
+    With one, every node calls this, runs the ``node_check``, and waits ``launch.timeout`` seconds for the others. The
+    ``warm_process`` forks the ranks if it can. If the ranks train a run, ``run_dir`` is its directory, for an autopsy;
+    on a single node, they start again if one is lost (``launch.restarts``), with the arguments ``again`` if given.
     """
     become_launcher(nproc)
     logging.disable()  # drawbar prints its own messages instead of torch's
+    launch = launch or LaunchSection()
+    run = partial(_run_once, nproc=nproc, rendezvous=rendezvous, launch=launch, node_check=node_check, run_dir=run_dir)
+    try:
+        end = run(arguments, warm_process=warm_process)
+        if run_dir is None or (rendezvous is not None and rendezvous.nodes > 1):
+            return end.code
+        restarts, newest = 0, -1
+        while end.lost_a_rank:
+            restarts = 1 if newest_step(run_dir) > newest else restarts + 1
+            if restarts > launch.restarts:
+                break
+            newest = newest_step(run_dir)
+            print(f"{run_dir}: starting the ranks again ({restarts} of {launch.restarts})", file=sys.stderr)
+            end = run(again or arguments)
+    except SignalException as error:
+        return _leave(error.sigval, trains=run_dir is not None)
+    return end.code
+
+
+def _run_once(
+    arguments: list[str],
+    *,
+    nproc: int,
+    rendezvous: Rendezvous | None,
+    launch: LaunchSection,
+    node_check: NodeCheck | None,
+    run_dir: Path | None,
+    warm_process: WarmProcess | None = None,
+) -> End:
+    """Start the ranks, and wait until all have ended. Prints how they have ended if they fail."""
+    several_nodes = rendezvous is not None and rendezvous.nodes > 1
+    observer = Observer(launch.limits, launch.timeout, node_name() if several_nodes else "")
     with tempfile.TemporaryDirectory(prefix="drawbar-") as folder:
         status = Path(folder) / "status"
         os.environ[STATUS_VARIABLE] = str(status)
-        ranks: list[_Rank] = []
-        _handle_signals(folder, ranks)
+        _handle_signals(folder, observer)
         own = rendezvous or Rendezvous(Path(folder).name, "127.0.0.1:0", nodes=1, node=0, address="127.0.0.1")
-        config = _launch_config(own, nproc, timeout, folder)
+        config = _launch_config(own, nproc, launch.timeout, folder)
         try:
             checked = node_check.run(rendezvous) if rendezvous and node_check else contextlib.nullcontext()
-            with checked, _ranks_of(warm_process, ranks, folder):
+            with checked, _ranks_of(warm_process, observer, folder):
                 elastic_launch(config, sys.executable)("-u", *arguments)
         except ChildFailedError as error:
-            return _explain(error.failures, own.nodes)
+            return _report(explain(error.failures, observer), observer, run_dir)
         except RendezvousError as error:
             raise UserError(
                 f"node {own.node + 1} of {own.nodes} did not meet all the others at {own.endpoint} within "
-                f"{timeout:.0f}s",
+                f"{launch.timeout:.0f}s",
                 remedy="look in the log for what the other nodes report; to wait longer, set launch.timeout=SECONDS",
                 exit_code=ExitCode.FAILED,
             ) from error
         except SignalException as error:
-            if status.exists():
-                return int(status.read_text())
-            print(exit_message(error.sigval, trains), file=sys.stderr)
-            return exit_code_of(error.sigval)
-    return ExitCode.DONE
+            code = int(status.read_text()) if status.exists() else exit_code_of(error.sigval)
+            if observer.verdict is not None:
+                return _report(End(code, f"error: {observer.verdict}", is_abnormal=True), observer, run_dir)
+            return End(code if status.exists() else _leave(error.sigval, trains=run_dir is not None))
+    return End(ExitCode.DONE)
+
+
+def _leave(received: signal.Signals, *, trains: bool) -> int:
+    """Print that a signal came when nothing could be saved. Returns the exit code."""
+    print(exit_message(received, trains), file=sys.stderr)
+    return exit_code_of(received)
+
+
+def _report(end: End, observer: Observer, run_dir: Path | None) -> End:
+    """Print how the ranks ended, and write an autopsy."""
+    if end.message:
+        print(end.message, file=sys.stderr)
+    if end.is_abnormal and run_dir is not None and (observer.guilty or not observer.has_other_nodes):
+        autopsy = write_autopsy(run_dir, end.message, observer.ranks, node_name())
+        if autopsy is not None:
+            print(f"  more:  {autopsy}", file=sys.stderr)
+    return end
 
 
 def _launch_config(rendezvous: Rendezvous, nproc: int, timeout: float, log_dir: str) -> LaunchConfig:
@@ -120,23 +166,22 @@ def _launch_config(rendezvous: Rendezvous, nproc: int, timeout: float, log_dir: 
 
 
 class _Rank:
-    """A rank, with the methods of ``Popen`` that torch's launcher uses. One that exits successfully before it has met
-    the others counts as failed: nothing was done, and the others would wait for it."""
+    """A rank, with the methods of ``Popen`` that torch's launcher uses. One that exits successfully before its run has
+    ended counts as failed: the others would wait for it."""
 
-    def __init__(self, process: ForkedRank | subprocess.Popen, environment: dict[str, str]) -> None:
+    def __init__(self, process: ForkedRank | subprocess.Popen, watched: WatchedRank, observer: Observer) -> None:
         self.pid = process.pid
-        self._process, self._environment = process, environment
+        self._process, self._watched, self._observer = process, watched, observer
 
     def poll(self) -> int | None:
         """The exit code, or the negative number of the signal that ended the rank; None while it runs."""
         code = self._process.poll()
-        if code != ExitCode.DONE or os.path.exists(self._environment[JOINED]):
+        if code is None:
+            return None
+        self._observer.note_end(self._watched, code)
+        if code != ExitCode.DONE or self._watched.pulse.kind is Kind.ENDED:
             return code
-        error = UserError(
-            "this process ended with exit code 0 before it had met the others, so nothing was done",
-            remedy="make sure that the program starts its run on every rank: all ranks run the same command",
-        )
-        report_failure(error, self._environment.get(_ERROR_FILE))
+        report_failure(self._early_end(), str(self._watched.errors))
         return ExitCode.FAILED
 
     def wait(self, timeout: float | None = None) -> int | None:
@@ -144,43 +189,59 @@ class _Rank:
         self._process.wait(timeout)
         return self.poll()
 
+    def _early_end(self) -> UserError:
+        if self._watched.pulse.step:
+            return UserError(
+                "this process ended with exit code 0 before its run was complete",
+                remedy="look for what ends it, such as os._exit() in the task or a callback",
+            )
+        return UserError(
+            "this process ended with exit code 0 before it had met the others, so nothing was done",
+            remedy="make sure that the program starts its run on every rank: all ranks run the same command",
+        )
+
 
 @contextlib.contextmanager
-def _ranks_of(warm_process: WarmProcess | None, ranks: list[_Rank], folder: str) -> Iterator[None]:
-    """Context in which torch's elastic launcher takes its ranks from ``warm_process``, and adds them to ``ranks``.
+def _ranks_of(warm_process: WarmProcess | None, observer: Observer, folder: str) -> Iterator[None]:
+    """Context in which torch's elastic launcher takes its ranks from ``warm_process``, and ``observer`` watches them.
     torch has no option for this."""
     start = subprocess_handler.Popen
 
     def fork_or_start(args: tuple[str, ...], env: dict[str, str], **options: Any) -> _Rank:
-        env = {**env, JOINED: os.path.join(folder, f"joined-{len(ranks)}")}
+        pulse = Path(folder) / f"rank-{len(observer.ranks)}.pulse"
+        env = {**env, PULSE: str(pulse)}
         forked = None if warm_process is None else warm_process.fork(args[2:], env)  # args: python, -u, …
-        ranks.append(_Rank(forked or start(args, env=env, **options), env))
-        return ranks[-1]
+        process = forked or start(args, env=env, **options)
+        if observer.has_other_nodes and not observer.ranks:
+            observer.share(env["MASTER_ADDR"], int(env["MASTER_PORT"]))
+        watched = observer.add(int(env["RANK"]), process.pid, pulse, Path(env[ERROR_FILE]))
+        return _Rank(process, watched, observer)
 
     subprocess_handler.Popen = fork_or_start
+    observer.start()
     try:
         yield
     finally:
         subprocess_handler.Popen = start
+        observer.stop()
 
 
-def _handle_signals(folder: str, ranks: Sequence[_Rank]) -> None:
+def _handle_signals(folder: str, observer: Observer) -> None:
     """Forward the first signal to the ranks, which save and end; at the second, exit at once: the ranks then end, too.
 
     Torch's launcher would kill ranks that take longer than 30 s to save. A scheduler kills them after its grace period,
-    a user with a second signal, and ranks that wait for a lost rank end by themselves.
+    a user with a second signal, the observer if they are stuck, and ranks that wait for a lost rank end by themselves.
     """
     told = -math.inf
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         nonlocal told
-        if frame is not None and frame.f_code.co_filename == timing.__file__:
-            # torch times its functions there, and would raise its own error instead of this exception
+        if _must_not_interrupt(frame):
             threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
             return
         told = time.monotonic()
         handle(leave_at_once, *REQUEUE_SIGNALS, *INTERRUPT_SIGNALS)
-        _signal_and_wait([rank.pid for rank in ranks], number)
+        _signal_and_wait([rank.pid for rank in observer.ranks], number)
         raise SignalException(f"received signal {number}", sigval=signal.Signals(number))
 
     def leave_at_once(number: int, frame: FrameType | None) -> None:
@@ -196,6 +257,16 @@ def _handle_signals(folder: str, ranks: Sequence[_Rank]) -> None:
     handle(pass_on, *REQUEUE_SIGNALS, *INTERRUPT_SIGNALS, deaf=leave_deaf)
 
 
+def _must_not_interrupt(frame: FrameType | None) -> bool:
+    """Whether a signal has come inside a call that must not raise or wait: where torch times its functions, it would
+    raise its own error instead; in the observer, the main thread holds its lock."""
+    if frame is not None and frame.f_code.co_filename == timing.__file__:
+        return True
+    while frame is not None and frame.f_code.co_filename != observer_file:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _signal_and_wait(pids: Sequence[int], number: int) -> None:
     """Send a signal to the sessions of these children, and wait until they have ended. They are not reaped, as
     this interrupts code that may hold the lock of a ``Popen``."""
@@ -206,84 +277,3 @@ def _signal_and_wait(pids: Sequence[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-
-
-def _explain(failures: dict[int, ProcessFailure], nodes: int) -> int:
-    """Print the failure that came first, and return the exit code of the run."""
-    rank, first = min(failures.items(), key=lambda item: _time_of(item[1]))
-    if first.exitcode in _QUIET_CODES:
-        return first.exitcode
-    if first.exitcode < 0:
-        number = -first.exitcode
-        name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
-        print(f"error: rank {rank} was killed by {name}", file=sys.stderr)
-        if name == "SIGKILL":
-            print("  fix:   if the machine ran out of memory, lower train.micro_batch", file=sys.stderr)
-        return ExitCode.FAILED
-    message = first.error_file_data.get("message")
-    if not isinstance(message, dict):
-        print(f"error: rank {rank} ended with exit code {first.exitcode} and no message", file=sys.stderr)
-        return ExitCode.FAILED
-    if message["extraInfo"].get("user_error"):
-        origin = "" if first.exitcode == ExitCode.WRONG_REQUEST else f"rank {rank}: "
-        print(f"error: {origin}{message['message']}", file=sys.stderr)
-        return first.exitcode
-    if message["extraInfo"].get("lost_peer") and nodes > 1:  # and no rank here failed before it
-        print(f"error: rank {rank} lost its connection to a rank on another node, which had ended", file=sys.stderr)
-        print(f"  rank {rank}: {message['message']}", file=sys.stderr)
-        print("  fix:   look for that node's error; the log of this rank shows what failed here", file=sys.stderr)
-        return ExitCode.FAILED
-    text = f"error: rank {rank} failed first: {message['message']}\n{message['extraInfo']['py_callstack']}"
-    print(visible(text), file=sys.stderr)
-    return ExitCode.FAILED
-
-
-def _time_of(failure: ProcessFailure) -> float:
-    """When a rank failed, in seconds; infinity for a rank without an error file that ended by SIGTERM or after saving:
-    the launcher had stopped it because another rank had failed."""
-    message = failure.error_file_data.get("message")
-    if not isinstance(message, dict):
-        return math.inf if failure.exitcode in (-signal.SIGTERM, *_QUIET_CODES) else failure.timestamp
-    return float(message["extraInfo"].get("exact_time", failure.timestamp))
-
-
-def report_failure(error: BaseException, path: str | None = None) -> bool:
-    """Write the error to the file that the elastic launcher reads: ``path``, or the one named in the environment. False
-    if there is no such launcher."""
-    if lost_peer := _is_peer_failure(error):
-        time.sleep(2)  # let the launcher first notice the rank that died: it then ends this one as well
-    path = path or os.environ.get(_ERROR_FILE)
-    if not path or path == os.devnull:
-        return False
-    now = time.time()
-    user_error = isinstance(error, UserError)
-    extra = {
-        "py_callstack": "".join(traceback.format_exception(error)),
-        "timestamp": str(int(now)),
-        "exact_time": now,
-        "user_error": user_error,
-        "lost_peer": lost_peer,
-    }
-    message = str(error) if user_error else f"{type(error).__name__}: {error}"
-    with replacing(Path(path), durable=False) as file:
-        file.write(json.dumps({"message": {"message": message, "extraInfo": extra}}).encode())
-    return True
-
-
-def report_status(code: int) -> None:
-    """Leave the exit code of a node's first rank for the launcher, which loses it when a signal ends the run."""
-    path = os.environ.get(STATUS_VARIABLE)
-    if path is not None and os.environ.get("LOCAL_RANK") == "0":
-        # whole or not at all, as torch's launcher fails on half a file. The launcher and its folder may be gone
-        with contextlib.suppress(OSError), replacing(Path(path), durable=False) as file:
-            file.write(str(int(code)).encode())
-
-
-def _is_peer_failure(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, RuntimeError) and _LOST_PEER.search(str(cause)):  # torch's DistError is one
-            return True
-        cause = cause.__cause__
-    return False

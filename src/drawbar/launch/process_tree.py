@@ -1,4 +1,4 @@
-"""Kill all descendants of this process, including daemonised ones (Linux subreaper)."""
+"""Processes below this one: adopting, signalling and killing them (Linux)."""
 
 import contextlib
 import ctypes
@@ -55,6 +55,15 @@ def end_tree() -> list[int]:
         if not left or time.monotonic() > end:
             return left
         time.sleep(0.02)  # one that was just killed may have been starting a child
+
+
+def signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the main thread of a process, which handles it before anything else, even after a stop. To the
+    process itself where the C library has no ``tgkill`` (new in glibc 2.30)."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).tgkill(pid, pid, number)
+        return
+    os.kill(pid, number)
 
 
 def _prctl(option: int, value: int) -> bool:

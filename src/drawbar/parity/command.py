@@ -167,7 +167,7 @@ def _start(
 
     os.environ[FOLDER] = str(folder.path)
     while rest:
-        code = run_processes(rerun_command(task), ranks, trains=False)
+        code = run_processes(rerun_command(task), ranks)
         done = folder.names()
         rest = [case for case in rest if case.name not in done]
         if code != ExitCode.DONE and (code > ExitCode.WRONG_REQUEST or not folder.has_reference):

@@ -300,6 +300,7 @@ def _encode(task: Task, opened: OpenedSplit, config: RunConfig, world: Distribut
 
     def progress(done: int, total: int) -> None:
         console.phase(f"encoding {opened.name}", done, total)
+        world.set_activity(f"encoding {opened.name}: {done:,} of {total:,}")
 
     encode, read = TaskEncoder(task, opened.name == "train"), partial(_reading, opened)
     on_bad_record = config.data.on_bad_record

@@ -9,8 +9,10 @@ from typing import Any
 
 from drawbar.config.io.user_modules import cause, find_class, make_with_options
 from drawbar.config.schema.run_config import RunConfig
+from drawbar.distributed.liveness import is_peer_failure
 from drawbar.distributed.process_group import Distributed
-from drawbar.errors import UserError, nearest
+from drawbar.distributed.pulse import Kind
+from drawbar.errors import ExitCode, UserError, nearest
 from drawbar.runtime.log import log_to_file, logger
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
@@ -179,17 +181,21 @@ class GuardedCallback(Callback):
             return
         name = f"{type(self._callback).__name__}.{event}"
         try:
-            with self._world.working(f"the callback {name}"):
+            with self._world.working(f"the callback {name}", Kind.CALLBACK):
                 getattr(self._callback, event)(run, *arguments)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - it costs no step
+        except (Exception, SystemExit) as error:  # it costs no step
             self.failed = True
             name += f" on rank {run.rank}" if run.world_size > 1 else ""
             failure = UserError(
                 f"the callback {name} failed: {cause(error)}",
                 where="callbacks",
                 remedy="correct it, or leave it out; the same command resumes from the saved step",
+                exit_code=ExitCode.FAILED,
             )
             failure.__cause__ = error
+            if is_peer_failure(error):  # the groups of the ranks cannot be used any more, not even for a save
+                failure.remedy = "if a callback calls a collective, every rank must; the same command resumes"
+                raise failure from error
             logger.warning("the callback %s failed: the run saves, and ends", name)
             log_to_file("".join(traceback.format_exception(error)).rstrip())
             self._stop.fail(failure)

@@ -18,6 +18,7 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import Loader
 from drawbar.distributed.interrupt import SIGNAL_SECONDS
 from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.pulse import Kind
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.evaluation.scoring import Split
@@ -263,7 +264,7 @@ class Saver:
     def _wait_and_agree(self, progress: RunProgress) -> None:
         """Wait until all writes have ended, and agree with all ranks on whether the newest save failed and is skipped;
         if so, its step is no longer the best one. Collective."""
-        with self._world.barrier_after(self._writing):
+        with self._world.barrier_after(self._writing, Kind.SAVE):
             self._writer.wait()
         is_held = partial(self._lock.is_still_held, self._stop.fail)
         if not self._world.from_rank0(is_held, "looking at the run directory"):
@@ -359,7 +360,7 @@ class Saver:
     def wait(self) -> None:
         """Wait until the newest save is on every disk. Collective. A UserError of any save is raised on all ranks,
         other errors only on their own rank."""
-        with self._world.barrier_after(self._writing):  # ranks that write nothing wait here as long as it takes
+        with self._world.barrier_after(self._writing, Kind.SAVE):  # ranks that write nothing wait here
             self._writer.wait()
             error = self._with_resume_hint(self._writer.pop_error())
         for failure in self._world.all_gather(error if isinstance(error, UserError) else None):
@@ -370,7 +371,7 @@ class Saver:
 
     def close(self) -> None:
         """Wait until this rank's writes are on its disk, then end the background thread. Raises the error of a save."""
-        with self._world.working(self._writing):
+        with self._world.working(self._writing, Kind.SAVE):
             self._writer.close()
             if self._uploader is not None:
                 self._uploader.close()

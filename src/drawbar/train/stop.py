@@ -84,6 +84,7 @@ class Stop:
             exit_code: defaults to FAILED instead of the error's own, as settings are valid once training has started.
         """
         error.exit_code = exit_code
+        error.origin = error.origin or self._world.describe()
         self._error = self._error or error
         self.request(Reason.FAILED)
 

@@ -63,8 +63,9 @@ def synchronized_steps(
         micro_batches: list[MicroBatch[Batch]] = []
         counts = 0.0, 0.0
         try:
+            world.set_activity("making the next batches")
             step, micro_batches = next(steps)
-            world.set_activity(f"step {step}")
+            world.begin_step(step)
             with name_failing_method(engine.task):
                 counts = count_targets(engine.task, micro_batches), loader.tokens
         except StopIteration:

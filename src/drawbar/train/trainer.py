@@ -99,7 +99,8 @@ class Trainer:
         for note in self._notes:
             logger.info("%s", note)
         lock = RunDirLock(self.config.run_dir)
-        world = Distributed(rank_info, device, self.config.launch.timeout, dims)
+        launch = self.config.launch
+        world = Distributed(rank_info, device, launch.timeout, dims, launch.limits)
         try:
             with (
                 errors_in_log(),

@@ -62,7 +62,7 @@ def test_the_first_argument_is_a_file_unless_it_is_an_override(project: Path) ->
         ("--train.steps 10", "Settings are written KEY=VALUE: train.steps=10\n"),
         ("--train.steps=10 --fork new", "Settings are written KEY=VALUE: train.steps=10\n"),
         ("--train.global-batch run.name=a", "Settings are written KEY=VALUE: train.global_batch=VALUE\n"),
-        ("--train.step 10", "Did you mean train.steps?"),
+        ("--train.step 10", "Did you mean train.steps or launch.limits.step?"),
     ],
 )
 def test_a_setting_written_as_an_option_is_named(

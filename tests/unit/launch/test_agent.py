@@ -10,14 +10,18 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from drawbar.launch import agent
-from drawbar.launch.agent import report_failure, run_processes
+from drawbar.config.schema.run_config import LimitsSection
+from drawbar.launch.agent import run_processes
+from drawbar.launch.failures import End, explain, report_failure
+from drawbar.launch.observer import Observer
 from harness import run_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs to choose its cores")
 REPORT = """
 import json, os, pathlib, sys
-pathlib.Path(os.environ["DRAWBAR_JOINED_FILE"]).touch()
+from drawbar.distributed import pulse
+pulse.begin()
+pulse.Pulse(1, pulse.Kind.ENDED).write()
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS")
 pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps({name: os.environ[name] for name in names}))
 """
@@ -74,6 +78,10 @@ def test_a_rank_that_ends_without_having_met_the_others_has_failed(script: str) 
     assert "this process ended with exit code 0 before it had met the others" in said
 
 
+def explained(failure: ProcessFailure, nodes: int = 1) -> End:
+    return explain({0: failure}, Observer(LimitsSection(), timeout=10, host="node-a" if nodes > 1 else ""))
+
+
 LOST = "lost its connection to a rank on another node"
 
 
@@ -87,16 +95,15 @@ LOST = "lost its connection to a rank on another node"
         (OSError("cannot read gloomy.txt"), 2, False),
     ],
 )
-def test_a_lost_connection_hides_no_other_error(
-    error: Exception, nodes: int, lost: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lost_connection_hides_no_other_error(error: Exception, nodes: int, lost: bool, tmp_path: Path) -> None:
     assert report_failure(error, str(tmp_path / "error"))
-    assert agent._explain({0: ProcessFailure(0, 7, 1, str(tmp_path / "error"))}, nodes) == 1
-    said = capsys.readouterr().err
-    assert str(error) in said
-    assert (LOST in said) is lost
+    end = explained(ProcessFailure(0, 7, 1, str(tmp_path / "error")), nodes)
+    assert end.code == 1
+    assert str(error) in end.message
+    assert (LOST in end.message) is lost
 
 
-def test_a_rank_may_be_killed_by_a_signal_without_a_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert agent._explain({0: ProcessFailure(0, 7, -35, "no-such-file")}, 1) == 1
-    assert capsys.readouterr().err == "error: rank 0 was killed by signal 35\n"
+def test_a_rank_may_be_killed_by_a_signal_without_a_name() -> None:
+    assert explained(ProcessFailure(0, 7, -35, "no-such-file")) == End(
+        1, "error: rank 0 was killed by signal 35", is_abnormal=True, lost_a_rank=True
+    )

@@ -13,8 +13,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from drawbar.config.schema.run_config import LimitsSection
 from drawbar.distributed import liveness
 from drawbar.distributed.liveness import ActivityReader, Liveness, LivenessDigest, RankActivity
+from drawbar.distributed.pulse import Kind
 from drawbar.distributed.watchdog import Watchdog
 from drawbar.errors import ExitCode, UserError
 
@@ -42,10 +44,10 @@ class Operation:
 
 
 @contextmanager
-def ranks(count: int, timeout: float) -> Iterator[list[Liveness]]:
+def ranks(count: int, timeout: float, limits: LimitsSection | None = None) -> Iterator[list[Liveness]]:
     """Several ranks in this process, which have all joined."""
     store = dist.HashStore()
-    found = [Liveness(store, rank, count, timeout) for rank in range(count)]
+    found = [Liveness(store, rank, count, timeout, limits) for rank in range(count)]
     for rank in found:
         rank.publish_first()
     for rank in found:
@@ -87,6 +89,16 @@ def test_a_rank_at_work_has_no_deadline() -> None:
         assert time.monotonic() - began > 1.5
         for thread in others:
             thread.join()
+
+
+def test_a_rank_at_work_that_makes_no_progress_has_a_limit() -> None:
+    limits = LimitsSection.model_construct(callback=1)
+    with ranks(2, timeout=1, limits=limits) as (first, second):
+        operation = Operation()
+        with second.working("the callback Endless.on_step", Kind.CALLBACK):
+            began = time.monotonic()
+            assert "rank 1 (the callback Endless.on_step); no heartbeat" in error_of(first, operation)
+            assert time.monotonic() - began > 1.5  # the limit, and then the timeout
 
 
 def test_progress_is_a_sign_of_life() -> None:

@@ -20,6 +20,7 @@ from drawbar.config.schema.section import (
     Fraction,
     Interval,
     PathText,
+    Seconds,
     Section,
     Text,
     check_store_url,
@@ -296,13 +297,31 @@ class TrackingSection(Section):
     """Record a torch.profiler trace of these steps in `<run>/profile/`."""
 
 
+class LimitsSection(Section):
+    """How many seconds a rank may go without progress; a rank that takes longer is ended and named. If something of the
+    kind has taken longer before in this run, the limit is ten times that."""
+
+    start: Seconds = 14_400
+    """Before the first step is done: imports, reading and encoding the data, compiling."""
+    step: Seconds | None = None
+    """In one phase of a step, such as a forward. `null`: `launch.timeout`."""
+    save: Seconds = 14_400
+    """While the other ranks wait for a checkpoint to be written, or copied to `checkpoint.remote`."""
+    callback: Seconds = 3_600
+    """In a callback, or in other work of one rank that the others wait for, such as scoring."""
+
+
 class LaunchSection(Section):
     nproc: Count | Auto = "auto"
     """Number of processes to start on this machine. `auto`: one per GPU, or one without GPUs. Ignored under
     `torchrun`."""
-    timeout: Annotated[int, Field(ge=10)] = 600
+    timeout: Seconds = 600
     """Seconds without a heartbeat from another process after which waiting processes give up and name it. A process
-    known to be working (writing a checkpoint, encoding, scoring) is waited for until it finishes."""
+    known to be working (writing a checkpoint, encoding, scoring) is waited for as long as `launch.limits` says."""
+    limits: LimitsSection = LimitsSection()
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """On one machine: number of times in a row, without a new checkpoint between, that the launcher starts all
+    processes again after it has lost one (killed, crashed or stuck). They resume from the newest checkpoint."""
     roll_call_seconds: Annotated[int, Field(ge=5)] = 60
     """Node check: seconds that the nodes of a job wait for one another before training. After that, drawbar names the
     missing nodes and ends the run."""

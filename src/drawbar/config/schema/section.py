@@ -88,6 +88,7 @@ def text_of(words: str, pattern: str, max_length: int | None = None) -> Any:
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[int, Field(ge=10)]
 Text = Annotated[str, Field(min_length=1)]
 Separator = Annotated[str, text_of("one character, and no quote", r'^[^"\r\n]$')]
 
