@@ -241,7 +241,7 @@ def _handle_signals(folder: str, observer: Observer) -> None:
             return
         told = time.monotonic()
         handle(leave_at_once, *REQUEUE_SIGNALS, *INTERRUPT_SIGNALS)
-        _signal_and_wait([rank.pid for rank in observer.ranks], number)
+        _signal_and_wait(observer.ranks, number)
         raise SignalException(f"received signal {number}", sigval=signal.Signals(number))
 
     def leave_at_once(number: int, frame: FrameType | None) -> None:
@@ -267,13 +267,11 @@ def _must_not_interrupt(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def _signal_and_wait(pids: Sequence[int], number: int) -> None:
-    """Send a signal to the sessions of these children, and wait until they have ended. They are not reaped, as
-    this interrupts code that may hold the lock of a ``Popen``."""
-    for pid in pids:
-        with contextlib.suppress(ChildProcessError, ProcessLookupError):
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)  # raises if another may have its number now
-            os.killpg(pid, number)
-    for pid in pids:
+def _signal_and_wait(ranks: Sequence[WatchedRank], number: int) -> None:
+    """Send a signal to the sessions of these ranks, and wait until they have ended. They are not reaped, as this
+    interrupts code that may hold the lock of a ``Popen``."""
+    for rank in ranks:
+        rank.send(number, os.killpg)
+    for rank in ranks:
         with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from drawbar.config.schema.run_config import LimitsSection
 from drawbar.distributed.pulse import DUMP_SIGNAL, Kind, Pulse, limit_of, stacks_beside
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.process_tree import signal_main_thread
+from drawbar.launch.process_tree import signal_main_thread, state_and_parent
 from drawbar.launch.stacks import Frame, place, thread_stacks
 
 _PERIOD = 0.5
@@ -84,8 +84,8 @@ class WatchedRank:
     @property
     def state(self) -> str:
         """The letter of its state in ``/proc``; empty if that is unknown."""
-        with suppress(OSError, IndexError):
-            return Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        with suppress(OSError):
+            return state_and_parent(self.pid)[0]
         return ""
 
     @property
@@ -96,7 +96,7 @@ class WatchedRank:
     def is_at_fault(self) -> bool:
         """Whether it cannot be waiting for another rank."""
         inside_other_code = bool(self.stacks and self.stacks[0]) and not self.stacks[0][0].may_wait
-        return inside_other_code or self.state in ("T", "t", "D")
+        return inside_other_code or self.is_stopped or self.state == "D"
 
     def send(self, number: int, send: Callable[[int, int], object] = os.kill) -> None:
         """Send a signal to it, unless it has been reaped: its process id may be another's then."""
@@ -204,6 +204,8 @@ class Observer:
                 dump_stacks([rank for rank in self.ranks if rank.runs])
             self._unclear += seconds
             self._judge(min(self.limit(rank.pulse.kind) for rank in over) / 2, self._unclear > _OTHER_NODES_SECONDS)
+        else:
+            self._unclear = 0.0
 
     def limit(self, kind: Kind) -> float:
         """The seconds that a rank may go without progress."""

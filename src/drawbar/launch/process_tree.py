@@ -31,14 +31,22 @@ def descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended since
-            state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]  # a name may hold anything
+            pid = int(path.parent.name)
+            state, parent = state_and_parent(pid)
             if state != "Z":
-                children.setdefault(int(parent), []).append(int(path.parent.name))
+                children.setdefault(parent, []).append(pid)
     found, level = [], [root]
     while level:
         level = [child for parent in level for child in children.get(parent, [])]
         found += level
     return found
+
+
+def state_and_parent(pid: int) -> tuple[str, int]:
+    """The letter of a process's state, and its parent. Raises OSError if there is no such process."""
+    text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    state, parent = text.rpartition(")")[2].split()[:2]  # its name, in parentheses before, may hold anything
+    return state, int(parent)
 
 
 def end_tree() -> list[int]:

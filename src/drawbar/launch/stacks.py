@@ -1,14 +1,18 @@
 """Reads the stacks that ``faulthandler`` has written for a rank."""
 
+import os
 import re
 import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 _MAIN = re.compile(r"^main thread: (0x[0-9a-f]+)$", re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*\(most recent call first\):$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_OWN = str(Path(__file__).parents[1])
+_OWN = f"{Path(__file__).parents[1]}{os.sep}"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
@@ -25,7 +29,7 @@ class Frame(NamedTuple):
     @property
     def may_wait(self) -> bool:
         """Whether it is code of drawbar or torch, which may be waiting for another rank."""
-        return self.file.startswith(_OWN) or "/torch/" in self.file
+        return self.file.startswith((_OWN, _TORCH))
 
     @property
     def is_users(self) -> bool:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from drawbar.config.schema.run_config import LimitsSection
 from drawbar.distributed.pulse import PULSE, Kind, Pulse
 from drawbar.errors import UserError
 from drawbar.launch.observer import Observer, WatchedRank
+from drawbar.launch.stacks import Frame
 from harness import wait_until
 
 RANK = """
@@ -138,6 +140,25 @@ def test_what_took_long_once_may_take_ten_times_as_long(observer: Observer, star
     set_pulse(second, 2)
     observer.look(0)
     assert observer.limit(Kind.STEP) == 80
+
+
+def test_a_rank_that_gets_on_again_was_not_stuck(observer: Observer, start: Start) -> None:
+    """While another node may yet name the rank at fault: what was seen then says nothing of the next silence."""
+    observer._store = dist.HashStore()  # type: ignore[assignment]
+    rank = start(how="sleep")
+    rank.file.with_suffix(".stacks").unlink()  # so that it may be waiting
+    observer.look(TIMEOUT)
+    observer.look(6)  # of the ten seconds that other nodes have
+    set_pulse(rank, 2)
+    observer.look(0)
+    observer.look(observer.limit(Kind.STEP))
+    observer.look(6)
+    assert observer.verdict is None
+
+
+def test_only_torchs_own_files_may_wait() -> None:
+    assert Frame(dist.__file__, 1, "wait").may_wait
+    assert not Frame("/home/ada/torch/train.py", 1, "forward").may_wait
 
 
 def test_a_process_id_that_may_be_anothers_gets_no_signal(observer: Observer, tmp_path: Path) -> None:
