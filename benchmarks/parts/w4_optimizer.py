@@ -67,7 +67,7 @@ def update(name: str, quick: bool, folder: str, repeats: int = 10) -> dict[str, 
         model = engine.module
 
         def step() -> None:
-            engine.updater.step(1e-3, lambda: None)
+            engine.updater.step(1e-3, lambda grad_norm: True)
     else:
         model = run.task.build_model().to(run.world.device)
         optimizers = _of_torch(optimizer_name, model)

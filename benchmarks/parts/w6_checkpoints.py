@@ -153,7 +153,7 @@ def save_and_load(ways: list[str], folder: str, shape: tuple[int, int], keep: bo
         engine = run.engine()
         for parameter in engine.module.parameters():
             parameter.grad = parameter.detach().clone()
-        engine.updater.step(1e-3, lambda: None)  # so that the optimizer has its state
+        engine.updater.step(1e-3, lambda grad_norm: True)  # so that the optimizer has its state
         found = {}
         for way in ways:
             _remove(target, run.world)

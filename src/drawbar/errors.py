@@ -30,6 +30,10 @@ class ExitCode(IntEnum):
     """Ctrl-C; a run that had begun to train was saved first."""
 
 
+EVERY_RANK = "every rank"
+"""``UserError.origin`` of an error that all ranks report, and none has caused alone."""
+
+
 class UserError(Exception):
     """An error with a cause, and a remedy that a user can act on.
 
@@ -40,7 +44,8 @@ class UserError(Exception):
         exit_code: 2 for a wrong request; 1 where the request was valid and failed later (a full disk, a diverged loss).
 
     Attributes:
-        origin: the rank that it happened on, and what that was doing, if it is not the one that reports the error.
+        origin: the rank that it happened on, and what that was doing, if it is not the one that reports the error; or
+            ``EVERY_RANK``.
     """
 
     origin = ""

@@ -41,10 +41,10 @@ class DeepSpeedUpdater:
         self.ds_engine = masters.engine
         self.precision = precision
 
-    def step(self, lr: float, before_update: Callable[[], None]) -> Update:
+    def step(self, lr: float, before_update: Callable[[torch.Tensor], bool]) -> Update:
         set_learning_rate([self.ds_engine.optimizer], lr)
         grad_norm = self._norm_of_stage_0()
-        before_update()
+        before_update(torch.tensor(math.nan) if grad_norm is None else grad_norm)
         self.ds_engine.step()
         skipped = not self.ds_engine.was_step_applied()
         if grad_norm is None:

@@ -57,7 +57,9 @@ class Engine:
         self.updater = parts.updater
         self._local = parts.model
         self._state = parts.state
-        self._before_update: Callable[[], None] = lambda: None
+        self.approve: Callable[[torch.Tensor, torch.Tensor], bool] = lambda loss, grad_norm: True
+        """(loss, gradient norm) of a step, both 0-d → whether to update the weights; the same on every rank. Another
+        library's engine (``Strategy.has_engine``) updates them in any case."""
         world.set_group_timeouts()  # all process groups are there now
 
     @property
@@ -95,11 +97,11 @@ class Engine:
         # executors average over the ranks that see different tokens; the loss contract requires the sum
         scale = self.updater.loss_scale * self.world.dp_ranks.size * self.world.dims.cp / divisor
         loss_sum = self.executor.forward_backward(micro_batches, scale)
+        loss = self.world.dp_ranks.sum_tensor(loss_sum.clone()) / divisor
         self.world.set_activity("optimizer")
-        update = self.updater.step(lr, self._before_update)
+        update = self.updater.step(lr, lambda grad_norm: self.approve(loss, grad_norm))
         self.step += 1
-        loss = self.world.dp_ranks.sum_tensor(loss_sum) / divisor
-        return StepResult(loss=loss, grad_norm=update.grad_norm, num_targets=num_targets, lr=lr, skipped=update.skipped)
+        return StepResult(loss, update.grad_norm, num_targets, lr, update.skipped, update.rejected, own_loss=loss_sum)
 
     def share_buffers(self) -> None:
         """Synchronize the buffers that training changes, before an evaluation; those of pipeline stages are left
@@ -180,11 +182,17 @@ class Engine:
     def inspecting(self, inspect: Callable[[], None]) -> Iterator[None]:
         """Call ``inspect()`` in each step within this context, when gradients are reduced but not yet clipped or used.
         With torch's updater, ``inspect`` is not called in skipped steps."""
-        kept, self._before_update = self._before_update, inspect
+        kept = self.approve
+
+        def inspect_first(loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
+            inspect()
+            return kept(loss, grad_norm)
+
+        self.approve = inspect_first
         try:
             yield
         finally:
-            self._before_update = kept
+            self.approve = kept
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The full gradients by parameter name, before clipping, in host memory on rank 0; empty on other ranks.

@@ -46,6 +46,8 @@ class Update:
     """Global gradient norm before clipping (0-d)."""
     skipped: bool
     """Whether the update was skipped on every rank because of fp16 overflow."""
+    rejected: bool = False
+    """Whether ``before_update`` refused it."""
 
 
 class Updater(Protocol):
@@ -55,11 +57,13 @@ class Updater(Protocol):
     def loss_scale(self) -> float:
         """The factor that the executor multiplies the loss by, so that fp16 gradients stay in range."""
 
-    def step(self, lr: float, before_update: Callable[[], None]) -> Update:
+    def step(self, lr: float, before_update: Callable[[torch.Tensor], bool]) -> Update:
         """Clip once, update, and clear the gradients.
 
         Args:
-            before_update: called once the gradients are fully reduced, before they are clipped or used.
+            before_update: called with the gradient norm once the gradients are fully reduced, before they are clipped
+                or used. Returns whether to update. Another library's engine ignores that, and may not know the norm
+                yet (nan).
         """
 
     def scaler_state(self) -> dict[str, float]:

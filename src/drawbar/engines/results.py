@@ -11,7 +11,8 @@ from drawbar.config.schema.run_config import RunConfig
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step, the same on every rank. Tensors stay on the device until read."""
+    """The result of one optimizer step; all but ``own_loss`` are the same on every rank. Tensors stay on the device
+    until read."""
 
     loss: torch.Tensor
     """Mean loss over the targets of the global batch, before the update (0-d)."""
@@ -23,6 +24,11 @@ class StepResult:
     """Learning rate of the update."""
     skipped: bool
     """Whether the update was skipped on every rank because of fp16 overflow."""
+    rejected: bool
+    """Whether the update was left out on every rank because ``Engine.approve`` refused it."""
+    own_loss: torch.Tensor
+    """Sum of the loss over this rank's share of the global batch, before the update (0-d; 0 on ranks without the last
+    stage)."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class TorchUpdater:
     def loss_scale(self) -> float:
         return self.scaler.scale
 
-    def step(self, lr: float, before_update: Callable[[], None]) -> Update:
+    def step(self, lr: float, before_update: Callable[[torch.Tensor], bool]) -> Update:
         set_learning_rate(self.optimizers, lr)
         parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
         reduce_partial_grads(parameters)
@@ -59,8 +59,8 @@ class TorchUpdater:
         grad_norm = (self.squared_norm(parameters, self.device).sqrt() / self.scaler.scale).float()
         # decided from the global norm, as either all optimizers on all ranks must skip the update, or none
         overflowed = self.scaler.enabled and not bool(torch.isfinite(grad_norm))
-        if not overflowed:
-            before_update()
+        rejected = not overflowed and not before_update(grad_norm)
+        if not overflowed and not rejected:
             if self.clip is not None or self.scaler.enabled:
                 factor = clip_factor(grad_norm, self.clip) if self.clip is not None else 1.0
                 scale_(gradients, factor / self.scaler.scale)
@@ -68,7 +68,7 @@ class TorchUpdater:
                 optimizer.step()
         self.scaler.update(overflowed)
         self.zero_grad()
-        return Update(grad_norm, overflowed)
+        return Update(grad_norm, overflowed, rejected)
 
     def zero_grad(self) -> None:
         """Free the gradients."""

@@ -1,15 +1,12 @@
 """Makes a short training, and records losses, gradient norms, gradients and weights."""
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
@@ -17,6 +14,7 @@ from drawbar.engines.engine import Engine
 from drawbar.engines.results import EngineState
 from drawbar.errors import ExitCode, UserError
 from drawbar.parallel.pipeline.stages import LocalStages
+from drawbar.parallel.replicas import unequal_replicas
 from drawbar.parity.comparison import Fault, StepStart, Trace
 from drawbar.parity.workload import Workload, has_dropout
 from drawbar.runtime.seed import seed_everything
@@ -24,9 +22,6 @@ from drawbar.tasks.method_errors import is_user_defined
 from drawbar.tasks.task import Task
 from drawbar.tasks.user_methods import name_failing_method
 from drawbar.tracking.console import Console
-
-ShardKey = tuple[str, tuple[tuple[int, int], ...]]
-"""A parameter's name, and its shard's (mesh axis, coordinate) pairs."""
 
 
 def train(
@@ -154,37 +149,9 @@ def unequal_weights(engine: Engine, world: Distributed, ties: Sequence[Sequence[
 def unequal_shards(
     tensors: Mapping[str, Tensor], world: Distributed, what: str, when: str, ties: Sequence[Sequence[str]] = ()
 ) -> list[Fault]:
-    """The tensors that differ, in any bit, between ranks that hold the same shard; on rank 0.
-
-    Replicas are never synchronized again, so a difference of one bit grows.
-    """
-    digests = {_shard_key(clean_name(name), tensor): _digest(tensor) for name, tensor in tensors.items()}
-    first_names = {name: names[0] for names in ties for name in names}  # a pipeline's copies of a tied weight
-    seen: dict[ShardKey, tuple[int, bytes]] = {}
-    unequal: dict[str, tuple[int, int]] = {}
-    for rank, report in enumerate(world.gather(digests) or []):
-        for (name, place), digest in report.items():
-            first, expected = seen.setdefault((first_names.get(name, name), place), (rank, digest))
-            if digest != expected:
-                unequal.setdefault(name, (first, rank))
+    """The tensors that differ, in any bit, between ranks that hold the same shard; on rank 0."""
+    named = {clean_name(name): tensor for name, tensor in tensors.items()}
     return [
-        Fault(name, f"ranks {first} and {rank} hold different {what} of {name} {when}")
-        for name, (first, rank) in unequal.items()
+        Fault(name, f"ranks {first[0]} and {other[0]} hold different {what} of {name} {when}")
+        for name, (first, other, *_) in unequal_replicas(named, world, ties).items()
     ]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _shard_key(name: str, tensor: Tensor) -> ShardKey:
-    if not isinstance(tensor, DTensor):
-        return name, ()
-    at = tensor.device_mesh.get_coordinate() or []
-    cut = [(axis, at[axis]) for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    return name, tuple(cut)
-
-
-def _digest(tensor: Tensor) -> bytes:
-    numbers = _local(tensor).cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(numbers.numpy()).digest()

@@ -99,6 +99,8 @@ def errors_in_log() -> Iterator[None]:
 
 def open_log_file(run_dir: Path, rank: int) -> None:
     """Append to ``logs/rank-0003.log`` from now on, beginning with what was logged before it existed."""
+    if _early not in logger.handlers:  # the run starts again in this process: ``train.on_spike``
+        return
     folder = run_dir / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(folder / f"rank-{rank:04d}.log", mode="a", encoding="utf-8")

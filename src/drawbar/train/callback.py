@@ -71,7 +71,8 @@ class Callback:
     """
 
     def on_train_start(self, run: RunHandle) -> None:
-        """Called once on every rank, before this process's first step and any evaluation."""
+        """Called on every rank before this process's first step and any evaluation; again if the run goes back to a
+        checkpoint (``train.on_spike``)."""
 
     def on_step(self, run: RunHandle, info: StepInfo) -> None:
         """Called on every rank after every optimizer step and anything due at it (logging, saving, evaluating)."""
@@ -88,8 +89,8 @@ class Callback:
         """Called when training ends with this error, on the ranks that raise it, which may not be all."""
 
     def on_train_end(self, run: RunHandle) -> None:
-        """Called once on every rank, after this process's last step and once every checkpoint is written. Not called if
-        a step fails."""
+        """Called on every rank after this process's last step, or the last before the run goes back to a checkpoint,
+        once every checkpoint is written. Not called if a step fails."""
 
 
 CALLBACKS: Registry[type[Callback]] = Registry("callback", "drawbar.callbacks")

@@ -1,7 +1,7 @@
 """From a configuration to a run that is ready to train: its starting point, its resolved ``auto`` settings, its task,
 data and engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +48,10 @@ class Request:
     resume: str
     fork: str | None
     weights_only: bool
+
+    def again(self) -> "Request":
+        """To go on with the run that this request has made, from its newest checkpoint."""
+        return replace(self, source_config=self.config, resume="auto", fork=None, weights_only=False)
 
 
 def prepare_run(

@@ -46,6 +46,8 @@ class Run:
     """Makes the directory of a run of another name, with the files of this one that it takes to resume."""
     uncompiled_step_fits: bool
     """Whether uncompiled trial steps chose the micro-batch size."""
+    goes_back: bool = False
+    """Whether the run must start again from its newest checkpoint: see ``train.on_spike``."""
     meter: Throughput = field(default_factory=Throughput)
     callbacks: list[Callback] = field(default_factory=list)
     """drawbar's own, then the user's."""

@@ -216,8 +216,13 @@ class Saver:
         """Whether this progress is that of the newest save, once all writes have ended. With ``checkpoint.on_error:
         warn``, a failed save does not count. With ``stop`` it may count: call ``wait``, which raises its error.
         Collective."""
+        return self.newest(progress) == progress
+
+    def newest(self, progress: RunProgress) -> RunProgress | None:
+        """Progress of the newest save, once all writes have ended: see ``has_saved``. ``progress`` is that of the run,
+        and changes as in ``confirm_best``. Collective."""
         self._wait_and_agree(progress)
-        return self.last_saved_progress == progress
+        return self.last_saved_progress
 
     def confirm_best(self, progress: RunProgress) -> None:
         """Make sure that the best step has a checkpoint: if its save failed and was skipped, reset the best step and
@@ -234,12 +239,13 @@ class Saver:
         self._engine.check_buffers()
 
     def save(self, progress: RunProgress) -> None:
-        """Save this step; if it already has a checkpoint, update only the progress in it. Changes the best step and
-        score in ``progress`` as ``confirm_best`` does. Collective."""
+        """Save this step; if it already has a checkpoint, update only the progress and the position in the data.
+        Changes the best step and score in ``progress`` as ``confirm_best`` does. Collective."""
         if self.last_saved_progress is not None and self.last_saved_progress.step == progress.step:
             self._last_saved = replace(progress)
+            changes = {"progress": progress.state(), "data": self._loader.state()}
             if self._world.is_rank0:
-                amend = partial(self._directory.update_state, progress.step, {"progress": progress.state()})
+                amend = partial(self._directory.update_state, progress.step, changes)
                 self._writer.submit_after_success(self._background_write(progress, amend))
             return
         self.check_buffers()

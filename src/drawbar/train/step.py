@@ -1,6 +1,6 @@
 """``RunProgress``, the counters of the training loop, and ``StepInfo``, which callbacks receive for each step."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from drawbar.engines.results import StepResult
@@ -15,17 +15,20 @@ class RunProgress:
     num_targets: float = 0.0
     """Targets (tokens, examples or decisions) trained on."""
     skipped: int = 0
-    """Updates skipped because of fp16 overflow."""
+    """Updates skipped because of fp16 overflow, or left out at a spike (``train.on_spike``)."""
     best_step: int | None = None
     best_score: float | None = None
     evaluations_since_best: int = 0
     evaluated_step: int | None = None
     """The step of the latest evaluation, so that none runs twice."""
+    recent: list[list[float]] = field(default_factory=list)
+    """Loss, gradient norm, and 1 for a spike, of the latest steps, if ``train.on_spike`` decides from them. Replaced in
+    each step, never changed."""
 
     def advance(self, result: StepResult) -> None:
         self.step += 1
         self.num_targets += result.num_targets
-        self.skipped += result.skipped
+        self.skipped += result.skipped or result.rejected
 
     def state(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,5 +1,6 @@
 """The trainer: builds the parts of a run, and runs the training loop, which is the same for every strategy."""
 
+import gc
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from drawbar.train.run import Run
 from drawbar.train.run_dir_lock import RunDirLock
 from drawbar.train.rundir import renamed
 from drawbar.train.setup import warn_of_one_process, warn_of_untested_versions
+from drawbar.train.spikes import SpikeWatch
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
 from drawbar.train.synchronized_steps import make_step, synchronized_steps
@@ -110,11 +112,17 @@ class Trainer:
                 InitialModel(self.config.run_dir) as initial_model,
             ):
                 check_allreduce(world, self.config.run_dir)
-                own_trackers = Trackers(trackers if world.is_rank0 else ())
-                run = prepare_run(self._request, lock, initial_model, world, stop, console, own_trackers)
-                train(run, self.callbacks)
-                run.engine.close()
-                return Outcome(_exit_code(run), run.config.run_dir, run.progress)
+                request = self._request
+                while True:
+                    own_trackers = Trackers(trackers if world.is_rank0 else ())
+                    run = prepare_run(request, lock, initial_model, world, stop, console, own_trackers)
+                    train(run, self.callbacks)
+                    run.engine.close()
+                    if not run.goes_back:
+                        return Outcome(_exit_code(run), run.config.run_dir, run.progress)
+                    request, trackers = request.again(), make_trackers(self.config.tracking)
+                    del run
+                    gc.collect()  # the model is about to be built again
         finally:
             console.stop()
             lock.release()
@@ -148,7 +156,8 @@ def train(run: Run, user_callbacks: Sequence[Callback]) -> None:
     finally:
         with run.world.working("finishing the trackers"):
             run.trackers.finish()
-    run.console.message(_final_message(run))
+    if not run.goes_back:
+        run.console.message(_final_message(run))
 
 
 def _loop(run: Run, own: Sequence[Callback], guarded: Sequence[GuardedCallback]) -> None:
@@ -159,13 +168,18 @@ def _loop(run: Run, own: Sequence[Callback], guarded: Sequence[GuardedCallback])
     run.stop.begin()
     steps = run.loader.steps(run.progress.step, run.total_steps)
     steps = logging_compile_payoff(steps, run.engine, run.meter, run.uncompiled_step_fits)
+    spikes = SpikeWatch(run)
     for agreed in synchronized_steps(steps, run.loader, run.engine, run.stop, run.world):
         result = make_step(run.engine, agreed)  # forward, backward, reduce, clip, update
+        if spikes.look(agreed, result):
+            run.goes_back = not run.stop.agree()
+            break
         run.progress.advance(result)
         last, waited = agreed.step == run.total_steps, run.loader.waited
         info = StepInfo(agreed.step, result, run.progress, last, agreed.num_tokens, data_wait_seconds=waited)
         for callback in run.callbacks:
             callback.on_step(run.handle, info)
+    spikes.warn()
     if run.stop.reason >= Reason.FAILED:
         share_failures(guarded, run.world)
     for callback in run.callbacks:

@@ -69,6 +69,8 @@ BREAKING = {
     "liger-kernel without CUDA": [["task.cross_entropy=liger", "device=cpu"]],
     "liger-kernel in fp16": [["task.cross_entropy=liger", "precision=fp16"]],
     "liger-kernel with tensor": [["task.cross_entropy=liger", "parallel.tensor=2"]],
+    "check_replicas": [["parallel.check_replicas=10", f"parallel.strategy={name}"] for name in ("single", "dp")],
+    "on_spike": [[f"train.on_spike={does}", "parallel.strategy=deepspeed"] for does in ("skip", "rewind", "stop")],
     "fp8 on other devices": [["parallel.fp8=rowwise", "device=cpu"], ["parallel.fp8=tensorwise", "device=mps"]],
     "fp8 in other precisions": [[f"precision={name}", "parallel.fp8=rowwise"] for name in ("fp32", "fp16")],
     "fp8 with other strategies": [

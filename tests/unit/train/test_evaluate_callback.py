@@ -27,7 +27,8 @@ from drawbar.train.callbacks.evaluate import EvaluateCallback
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
 
-RESULT = StepResult(torch.tensor(1.0), torch.tensor(1.0), num_targets=1.0, lr=0.1, skipped=False)
+ONE = torch.tensor(1.0)
+RESULT = StepResult(ONE, ONE, num_targets=1.0, lr=0.1, skipped=False, rejected=False, own_loss=ONE)
 
 
 class Script:

@@ -24,6 +24,8 @@ MAY_CHANGE: dict[str, str] = {
     "train.micro_batch": "the update does not depend on how a global batch is split",
     "checkpoint": "when and how the state is saved, not what it is",
     "train.micro_batch_tokens": "the update does not depend on how a global batch is split",
+    "train.on_spike": "what happens at a spike from now on",
+    "train.spike_threshold": "what counts as a spike from now on",
     "train.steps": "training continues to this step; the learning rate of the remaining steps is recomputed",
     "train.epochs": "training continues to this epoch; the learning rate of the remaining steps is recomputed",
     "optim.schedule_steps": "the learning rate of the remaining steps is recomputed",

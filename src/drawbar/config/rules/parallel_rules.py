@@ -313,6 +313,20 @@ PARALLEL: tuple[Rule, ...] = DATA_PARALLEL + MODEL_PARALLEL + KERNELS
 
 FP8_TRAINING = (
     Rule(
+        "check_replicas",
+        ("parallel.strategy", "parallel.check_replicas"),
+        lambda c: c.parallel.check_replicas is not None and c.strategy.one_process,
+        "in one process, there are no other ranks to compare the weights with",
+        "remove parallel.check_replicas",
+    ),
+    Rule(
+        "on_spike",
+        ("parallel.strategy", "train.on_spike"),
+        lambda c: c.train.on_spike != "warn" and c.strategy.has_engine,
+        "DeepSpeed's engine makes every update",
+        "set train.on_spike=warn, or another parallel.strategy",
+    ),
+    Rule(
         "fp8 on other devices",
         ("parallel.fp8", "device"),
         lambda c: c.parallel.fp8 is not None and c.device in ("cpu", "mps"),

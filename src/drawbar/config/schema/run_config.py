@@ -111,6 +111,13 @@ class TrainSection(Section):
     """Number of passes over the data to train for; may be fractional."""
     gradient_clip: Annotated[float, Field(gt=0)] | None = 1.0
     """Maximum global gradient norm; `null` disables clipping."""
+    on_spike: Literal["warn", "skip", "rewind", "stop"] = "warn"
+    """What to do if the loss or gradient norm of a step is far above that of the steps before it. Only `warn` makes the
+    update. `skip` leaves it out, and goes on; `rewind` goes back to the newest checkpoint, and on with the samples
+    after this step; `stop` saves, and ends. These three also hold for values that are not finite; with more than ten
+    spikes in 100 steps, the run ends."""
+    spike_threshold: Annotated[float, Field(gt=0)] = 10.0
+    """How far above the median of the last 100 steps a spike is, in robust standard deviations of the logarithm."""
 
 
 class OptimSection(Section):
@@ -227,6 +234,9 @@ class ParallelSection(Section):
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
     """deepspeed: ZeRO stage. 0 shards nothing; 1, the optimizer state; 2, also the gradients; 3, also the parameters.
     Default: 2, or 1 with a pipeline."""
+    check_replicas: Count | None = None
+    """Every so many steps, compare the weights of ranks that must hold the same ones, bit by bit. A difference, as from
+    failing memory, ends the run, and names the rank."""
 
     @property
     def features(self) -> Strategy:

@@ -13,6 +13,7 @@ from drawbar.train.callbacks.core_wait import CoreWaitCallback
 from drawbar.train.callbacks.evaluate import EvaluateCallback
 from drawbar.train.callbacks.log import LogCallback
 from drawbar.train.callbacks.profile import ProfileCallback
+from drawbar.train.callbacks.replicas import ReplicasCallback
 from drawbar.train.callbacks.save import SaveCallback, SaveScoreCallback, TimedSaveCallback
 from drawbar.train.callbacks.status import StatusCallback
 from drawbar.train.run import Run
@@ -20,6 +21,7 @@ from drawbar.train.run import Run
 OWN_CALLBACKS: list[tuple[Callable[[Run], Callback], Callable[[Run], bool]]] = [
     # before an evaluation or a save, which should not appear in a trace
     (ProfileCallback, lambda run: run.config.tracking.profile is not None),
+    (ReplicasCallback, lambda run: run.config.parallel.check_replicas is not None and run.world.size > 1),
     (LogCallback, lambda run: True),
     (SaveCallback, lambda run: True),
     (EvaluateCallback, lambda run: run.validation is not None),

@@ -30,7 +30,7 @@ class LogCallback(Callback):
         self._run.console.advance(info.step)
         is_due = info.step % self._every == 0 or info.step == 1 or info.last
         if is_due or info.step == self._run.saver.first_step:
-            check_finite(info, self._run.saver)
+            check_finite(info, self._run)
         if is_due:
             values = self._values(info)
             with self._run.world.working(f"logging step {info.step}"):

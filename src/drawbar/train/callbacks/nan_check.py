@@ -2,13 +2,36 @@
 
 import math
 
-from drawbar.errors import ExitCode, UserError
+from drawbar.distributed.process_group import Distributed
+from drawbar.errors import EVERY_RANK, ExitCode, UserError
+from drawbar.train.run import Run
 from drawbar.train.saver import Saver
 from drawbar.train.step import StepInfo
 
 
-def check_finite(info: StepInfo, saver: Saver) -> None:
-    """Stop a run whose loss or gradient norm is not finite, before such weights are saved."""
+def check_finite(info: StepInfo, run: Run) -> None:
+    """Stop a run whose loss or gradient norm is not finite, before such weights are saved. Collective, if they are
+    not.
+
+    Raises:
+        UserError: on every rank; it names the ranks whose own samples have no finite loss.
+    """
+    try:
+        _check(info, run.saver)
+    except UserError as error:
+        error.origin = _ranks_without_loss(info, run.world)
+        raise
+
+
+def _ranks_without_loss(info: StepInfo, world: Distributed) -> str:
+    found = enumerate(world.all_gather(math.isfinite(info.result.own_loss)))
+    ranks = [str(rank) for rank, is_finite in found if not is_finite]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if 0 < len(ranks) < world.size else EVERY_RANK
+
+
+def _check(info: StepInfo, saver: Saver) -> None:
+    if info.result.rejected:  # the weights do not have it: ``train.on_spike``
+        return
     found = {"loss": float(info.result.loss)}
     if not info.result.skipped:  # a skipped step (fp16 overflow) has no finite norm, but is harmless
         found["gradient norm"] = float(info.result.grad_norm)

@@ -80,7 +80,7 @@ class TimedSaveCallback(Callback):
 
 def save(run: Run, info: StepInfo) -> None:
     """Save this step; if it already has a checkpoint, update only the progress in it."""
-    check_finite(info, run.saver)
+    check_finite(info, run)
     _save(run, info.progress)
 
 
