@@ -32,6 +32,10 @@ SOMETIMES = [
 def test_a_rank_meets_its_fate(case: Case, tmp_path: Path) -> None:
     ending = end_of(case, tmp_path)
     assert not ending.problems, ending.message
+    if case == OFTEN[0]:  # the other rank waits long enough to tell for what
+        autopsy = (tmp_path / "runs" / "tiny" / "autopsy.md").read_text()
+        assert re.search(r"\| 0 \| .* default_pg 0: \d+, gloo:all_reduce \[", autopsy)
+        assert re.search(r"Collective \d+ of the group default_pg 0 was not begun by rank 1", autopsy)
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ class Liveness:
     def _run(self) -> None:
         awaited = 0
         while not self._stopped.wait(period := self._period):
-            pulse.write_collectives(_begun_collectives())
+            pulse.write_collectives(_begun_collectives(is_stuck=self._unchanged > 0))
             with suppress(dist.DistError, RuntimeError):  # no store, no new digests: this ends every wait
                 self._publish_activity()
                 self._poll()
@@ -328,15 +328,23 @@ class Liveness:
             self._digest = LivenessDigest.read(self._store)
 
 
-def _begun_collectives() -> dict[str, int]:
-    """Number of collectives that this rank has begun, by process group."""
+def _begun_collectives(is_stuck: bool) -> pulse.Collectives:
+    """The collectives that this rank has begun; with what the newest ones are, which takes milliseconds, if it is
+    stuck."""
     with suppress(RuntimeError):  # a group is being made or destroyed by the main thread
+        newest = _newest_collectives() if is_stuck else {}
         return {
-            f"{group.group_desc or 'group'} {name}": group._get_sequence_number_for_group()
+            f"{group.group_desc or 'group'} {name}": (group._get_sequence_number_for_group(), newest.get(name, ""))
             for group, name in list(torch_internals._world.pg_names.items())
             if isinstance(group, dist.ProcessGroup)
         }
     return {}
+
+
+def _newest_collectives() -> dict[str, str]:
+    """The newest collective in each process group, as torch's flight recorder has it: ``gloo:all_reduce [[3]]``."""
+    entries = json.loads(torch_internals._dump_fr_trace_json()).get("entries", [])
+    return {entry["process_group"][0]: f"{entry['profiling_name']} {entry['input_sizes']}" for entry in entries}
 
 
 def _has_ended(operation: dist.Work, seconds: float) -> bool:

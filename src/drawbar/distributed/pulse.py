@@ -24,6 +24,7 @@ DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 _PULSE_BYTES = 2048
 """Size of the pulse in the file; the numbers of collectives follow."""
 _LONGEST_ACTIVITY = 200
+_LONGEST_COLLECTIVE = 60
 _opened: list[IO[bytes]] = []
 
 
@@ -93,17 +94,21 @@ def stacks_beside(pulse: Path) -> Path:
     return pulse.with_suffix(".stacks")
 
 
-def write_collectives(counts: dict[str, int]) -> None:
-    """Write the number of collectives that this rank has begun in each process group."""
-    _write(counts, offset=_PULSE_BYTES)
+Collectives = dict[str, tuple[int, str]]
+"""For each process group, the number of collectives that a rank has begun, and what the newest one is, if known."""
 
 
-def read_collectives(path: Path) -> dict[str, int]:
+def write_collectives(begun: Collectives) -> None:
+    """Write the collectives that this rank has begun."""
+    shown = {group: (number, newest[:_LONGEST_COLLECTIVE]) for group, (number, newest) in begun.items()}
+    _write(shown, offset=_PULSE_BYTES)
+
+
+def read_collectives(path: Path) -> Collectives:
     """What ``write_collectives`` wrote last; empty if that is unknown."""
     with suppress(OSError, ValueError), path.open("rb") as file:
         file.seek(_PULSE_BYTES)
-        counts: dict[str, int] = json.loads(file.read(_PULSE_BYTES))
-        return counts
+        return {group: (number, newest) for group, (number, newest) in json.loads(file.read(_PULSE_BYTES)).items()}
     return {}
 
 

@@ -53,10 +53,10 @@ def _text(run_dir: Path, message: str, ranks: list[WatchedRank], host: str) -> s
 
 def _unequal_collectives(ranks: list[WatchedRank]) -> list[str]:
     """A sentence for each process group in which ranks have begun different numbers of collectives."""
-    counts = {rank.rank: read_collectives(rank.file) for rank in ranks}
+    begun = {rank.rank: read_collectives(rank.file) for rank in ranks}
     found = []
-    for group in sorted({group for groups in counts.values() for group in groups}):
-        numbers = {rank: groups[group] for rank, groups in counts.items() if group in groups}
+    for group in sorted({group for groups in begun.values() for group in groups}):
+        numbers = {rank: groups[group][0] for rank, groups in begun.items() if group in groups}
         behind = [str(rank) for rank, number in numbers.items() if number == min(numbers.values())]
         if len(behind) < len(numbers):
             first = min(numbers.values()) + 1
@@ -65,7 +65,8 @@ def _unequal_collectives(ranks: list[WatchedRank]) -> list[str]:
 
 
 def _row(rank: WatchedRank) -> str:
-    counts = ", ".join(f"{group}: {count}" for group, count in read_collectives(rank.file).items())
+    begun = read_collectives(rank.file).items()
+    counts = "; ".join(f"{group}: {number}{f', {newest}' * bool(newest)}" for group, (number, newest) in begun)
     doing, end = visible(str(rank.pulse)), rank.end or "ended by the launcher"
     cells = (rank.rank, rank.pid, doing, f"{rank.seconds:.0f} s", end, counts)
     return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"

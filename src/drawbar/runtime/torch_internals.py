@@ -20,6 +20,7 @@ NAMES = {
     "TorchDispatchMode": ("torch.utils._python_dispatch", "the operators of a step"),
     "_BatchNorm": ("torch.nn.modules.batchnorm", "layers that mix the samples of a batch"),
     "_disable_current_modes": ("torch.utils._python_dispatch", "plan: what must run on real tensors"),
+    "_dump_fr_trace_json": ("torch._C._distributed_c10d", "the newest collectives of a rank that waits"),
     "_foreach_add_": ("torch", "the steps of many parameters counted by one kernel"),
     "_foreach_copy_": ("torch", "moments of many parameters read by one kernel"),
     "_foreach_mul_": ("torch", "gradients clipped by one kernel"),
