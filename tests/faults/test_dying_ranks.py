@@ -230,3 +230,13 @@ def test_a_second_interrupt_ends_the_run_at_once(doomed: Path, tmp_path: Path) -
     assert process.exitcode == 130
     check_gone(ranks(doomed), patience=2)
     assert not list((doomed / "runs" / "tiny" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.exhaustive
+def test_a_crash_without_a_launcher_shows_its_line(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    crash = "import ctypes, drawbar\n\nclass Crash(drawbar.Callback):\n    def on_step(self, run, info):\n"
+    (project / "crash.py").write_text(f"{crash}        ctypes.string_at(0)\n")
+    done = run_cli("train", "config.yaml", "callbacks=[crash:Crash]", cwd=project)
+    assert done.code == -signal.SIGSEGV
+    assert re.search(r'Current thread .*\n(  File .*\n)+?  File ".*crash\.py", line 5 in on_step', done.err)

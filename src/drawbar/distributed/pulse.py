@@ -76,9 +76,13 @@ class Pulse(NamedTuple):
 
 
 def begin() -> None:
-    """Make this rank's files, and write stacks from here on. Does nothing without drawbar's launcher."""
+    """Make this rank's files, and write stacks from here on. Without drawbar's launcher, a crash writes its stacks to
+    standard error."""
     path = os.environ.pop(PULSE, None)  # for this process, and not for those that it starts
     if path is None:
+        if not faulthandler.is_enabled():
+            with suppress(OSError, ValueError, AttributeError):  # a notebook's standard error is no file
+                faulthandler.enable()
         return
     with suppress(OSError):  # the launcher may be gone with its folder, or the disk full
         stacks, file = (open(name, "wb", buffering=0) for name in (stacks_beside(Path(path)), path))  # noqa: SIM115
