@@ -35,6 +35,7 @@ PARTS = {
     "W8": "w8_start",
     "W9": "w9_evaluation",
     "W10": "w10_control_plane",
+    "W11": "w11_faults",
 }
 
 

@@ -71,6 +71,18 @@ def seconds_to_step(command: Sequence[str], run_dir: Path, folder: Path, step: i
         process.wait()
 
 
+def end_of_failing(command: Sequence[str], folder: Path) -> float:
+    """``time.time()`` at the end of a command that fails.
+
+    Raises:
+        MeasurementFailed: it does not fail.
+    """
+    process = _start(command, folder)
+    if process.wait() == 0:
+        raise MeasurementFailed(f"{' '.join(command)} did not fail")
+    return time.time()
+
+
 def _start(command: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(

@@ -40,6 +40,22 @@ def deviations(value: float, before: Sequence[float]) -> float:
     return (math.log(value) - middle) / max(spread, 0.05, 2 / len(logs))
 
 
+class HostCopy:
+    """A number on its way from a device, which goes on computing. A plain ``item()`` would wait for all work queued so
+    far, and so would a copy to memory that is not page-locked."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        self._number, self._copied = number.detach(), None
+        if number.is_cuda:
+            self._number = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
+            self._copied = torch.cuda.current_stream(number.device).record_event()
+
+    def read(self) -> float:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return float(self._number)
+
+
 class SpikeWatch:
     """Looks for spikes, and does what ``train.on_spike`` says.
 
@@ -52,7 +68,7 @@ class SpikeWatch:
         self._run = run
         self._action, self._threshold = run.config.train.on_spike, run.config.train.spike_threshold
         self._recent = run.progress.recent
-        self._newest: tuple[int, list[int], StepResult] | None = None
+        self._newest: tuple[int, list[int], HostCopy, HostCopy] | None = None
         self._what = ""
         if self._action != "warn":
             run.engine.approve = self._approve
@@ -62,8 +78,9 @@ class SpikeWatch:
         rank."""
         ids = [number for micro in agreed.micro_batches if not micro.is_padding for number in micro.batch.ids]
         if self._action == "warn":
+            copies = HostCopy(result.loss), HostCopy(result.grad_norm)
             self.warn()
-            self._newest = agreed.step, ids, result
+            self._newest = None if result.skipped else (agreed.step, ids, *copies)
             return False
         self._run.progress.recent = self._recent
         return result.rejected and self._act(agreed.step, self._samples_of_all(ids, float(result.own_loss)))
@@ -72,11 +89,10 @@ class SpikeWatch:
         """Warn if the newest step is a spike. One without finite values stops the run elsewhere: ``check_finite``."""
         if self._newest is None:
             return
-        (step, ids, result), self._newest = self._newest, None
-        if not result.skipped:
-            self._add(float(result.loss), float(result.grad_norm))
-            if self._what and all(map(math.isfinite, self._recent[-1])):
-                logger.warning("step %d: %s; its samples on this rank: %s", step, self._what, _shown(ids))
+        (step, ids, loss, grad_norm), self._newest = self._newest, None
+        self._add(loss.read(), grad_norm.read())
+        if self._what and all(map(math.isfinite, self._recent[-1])):
+            logger.warning("step %d: %s; its samples on this rank: %s", step, self._what, _shown(ids))
 
     def _approve(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
         """Whether this step, whose values these are, is no spike; the same on every rank."""
