@@ -195,7 +195,7 @@ class Observer:
             # if another rank is still silent, this one may only have waited for it
             if all(rank.seconds < took / 2 for rank in self.ranks if rank.runs):
                 self._longest[kind] = max(took, self._longest.get(kind, 0.0))
-        over = [rank for rank in self.ranks if rank.runs and rank.seconds > self.limit(rank.pulse.kind)]
+        over = [rank for rank in self.ranks if rank.runs and rank.seconds > self._allowed(rank)]
         if self.verdict is not None:
             for rank in over:  # the run has failed already
                 rank.kill()
@@ -203,9 +203,15 @@ class Observer:
             if not self._unclear:
                 dump_stacks([rank for rank in self.ranks if rank.runs])
             self._unclear += seconds
-            self._judge(min(self.limit(rank.pulse.kind) for rank in over) / 2, self._unclear > _OTHER_NODES_SECONDS)
+            self._judge(min(map(self._allowed, over)) / 2, self._unclear > _OTHER_NODES_SECONDS)
         else:
             self._unclear = 0.0
+
+    def _allowed(self, rank: WatchedRank) -> float:
+        """The seconds that this rank may go without progress: what is stopped does not wait, whatever it last said."""
+        limit = self.limit(rank.pulse.kind)
+        is_waiting = rank.pulse.kind is Kind.WAITING
+        return self._timeout if is_waiting and rank.seconds > self._timeout and rank.is_stopped else limit
 
     def limit(self, kind: Kind) -> float:
         """The seconds that a rank may go without progress."""
@@ -231,7 +237,7 @@ class Observer:
     def _judge(self, seconds: float, last_chance: bool) -> None:
         """Name and end the rank that is at fault, of those without progress for some seconds."""
         silent = [rank for rank in self.ranks if rank.runs and rank.seconds >= seconds]
-        suspects = [rank for rank in silent if rank.pulse.kind is not Kind.WAITING]
+        suspects = [rank for rank in silent if rank.pulse.kind is not Kind.WAITING or rank.is_stopped]
         suspects.sort(key=lambda rank: (not rank.is_at_fault, -rank.seconds))
         if told := self.told_by_another_node(wait=last_chance):
             self.verdict = told

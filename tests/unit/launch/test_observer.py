@@ -108,6 +108,16 @@ def test_a_rank_that_waits_is_not_stuck(observer: Observer, start: Start) -> Non
     assert rank.exit_code() is None
 
 
+def test_a_rank_that_is_stopped_does_not_wait(observer: Observer, start: Start) -> None:
+    """Else the launcher would wait for it for ever after a signal, as nobody else ends it."""
+    rank = start(Kind.WAITING, how="stop")
+    observer.look(TIMEOUT)
+    assert observer.verdict is None
+    observer.look(1)
+    assert verdict(observer).what.startswith("rank 0 (step 5, forward) was stopped")
+    assert wait_until(rank.exit_code, "its end") == -signal.SIGKILL
+
+
 def test_each_kind_of_activity_has_its_limit(observer: Observer) -> None:
     assert observer.limit(Kind.STEP) == TIMEOUT
     assert observer.limit(Kind.CALLBACK) == 3600
