@@ -28,7 +28,8 @@ from drawbar.runtime import torch_internals
 from drawbar.runtime.log import logger
 
 _LOST_PEER = re.compile(
-    r"connection (was likely )?(closed|reset)|broken pipe|remote process|pair closure|timed out waiting", re.IGNORECASE
+    r"connection (was likely )?(closed|reset)|broken pipe|remote process|pair closure|timed out waiting|wait timeout",
+    re.IGNORECASE,
 )
 """Matches the messages of gloo, NCCL and torch's store when the other end is gone or does not answer."""
 _MAX_NAMED = 4

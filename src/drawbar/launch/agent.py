@@ -115,18 +115,26 @@ def _run_once(
         except ChildFailedError as error:
             return _report(explain(error.failures, observer), observer, run_dir)
         except RendezvousError as error:
-            raise UserError(
-                f"node {own.node + 1} of {own.nodes} did not meet all the others at {own.endpoint} within "
-                f"{launch.timeout:.0f}s",
-                remedy="look in the log for what the other nodes report; to wait longer, set launch.timeout=SECONDS",
-                exit_code=ExitCode.FAILED,
-            ) from error
+            if observer.verdict is None:
+                raise _parted(own, launch.timeout, has_met=bool(observer.ranks)) from error
+            return _report(End(ExitCode.FAILED, f"error: {observer.verdict}", is_abnormal=True), observer, run_dir)
         except SignalException as error:
             code = int(status.read_text()) if status.exists() else exit_code_of(error.sigval)
             if observer.verdict is not None:
                 return _report(End(code, f"error: {observer.verdict}", is_abnormal=True), observer, run_dir)
             return End(code if status.exists() else _leave(error.sigval, trains=run_dir is not None))
     return End(ExitCode.DONE)
+
+
+def _parted(own: Rendezvous, timeout: float, *, has_met: bool) -> UserError:
+    """The error of a node that is without the others: they did not come, or the first one, which hosts the store where
+    they met, has gone."""
+    what = "lost its connection to the first node, whose launcher has ended"
+    remedy = "look in the log for what the other nodes report"
+    if not has_met:
+        what = f"did not meet all the others at {own.endpoint} within {timeout:.0f}s"
+        remedy += "; to wait longer, set launch.timeout=SECONDS"
+    return UserError(f"node {own.node + 1} of {own.nodes} {what}", remedy=remedy, exit_code=ExitCode.FAILED)
 
 
 def _leave(received: signal.Signals, *, trains: bool) -> int:

@@ -52,7 +52,7 @@ def explain(failures: Mapping[int, ProcessFailure], observer: Observer) -> End:
     if extra["lost_peer"] and (told := observer.told_by_another_node(wait=True)):
         return _abnormal(told)
     if extra["lost_peer"] and observer.has_other_nodes:  # and no rank here failed before it
-        what = f"{name} lost its connection to a rank on another node, which had ended: {text}"
+        what = f"{name} lost its connection to a rank on another node, which has ended or is silent: {text}"
         remedy = "look for that node's error; the log of this rank shows what failed here"
         return _abnormal(UserError(what, remedy=remedy))
     if extra["user_error"] and first.exitcode == ExitCode.WRONG_REQUEST:
@@ -96,7 +96,7 @@ def _time_of(failure: ProcessFailure) -> float:
 
 def report_failure(error: BaseException, path: str | None = None) -> bool:
     """Write the error to the file that the elastic launcher reads: ``path``, or the one named in the environment. False
-    if there is no such launcher."""
+    if there is no such launcher, or it is gone."""
     if lost_peer := is_peer_failure(error):
         time.sleep(2)  # let the launcher first notice the rank that died: it then ends this one as well
     path = path or os.environ.get(ERROR_FILE)
@@ -113,8 +113,11 @@ def report_failure(error: BaseException, path: str | None = None) -> bool:
         "origin": getattr(error, "origin", ""),
     }
     message = str(error) if user_error else f"{type(error).__name__}: {error}"
-    with replacing(Path(path), durable=False) as file:
-        file.write(json.dumps({"message": {"message": message, "extraInfo": extra}}).encode())
+    try:
+        with replacing(Path(path), durable=False) as file:
+            file.write(json.dumps({"message": {"message": message, "extraInfo": extra}}).encode())
+    except OSError:  # the launcher and its folder may be gone
+        return False
     return True
 
 

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from drawbar.config.schema.run_config import LimitsSection
-from drawbar.launch.agent import run_processes
+from drawbar.launch.agent import _parted, run_processes
 from drawbar.launch.failures import End, explain, report_failure
 from drawbar.launch.observer import Observer
+from drawbar.launch.rendezvous import Rendezvous
 from harness import run_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs to choose its cores")
@@ -90,6 +91,7 @@ LOST = "lost its connection to a rank on another node"
     [
         (RuntimeError("[gloo/pair.cc:525] Connection closed by peer [10.0.0.2]:7"), 2, True),
         (dist.DistBackendError("NCCL error: a remote process exited"), 2, True),
+        (dist.DistStoreError("wait timeout after 10000ms, keys: /world-1/0//cpu//0/1"), 2, True),
         (RuntimeError("[gloo/pair.cc:525] Connection closed by peer [10.0.0.2]:7"), 1, False),
         (dist.DistBackendError("NCCL error: invalid usage of NCCL_SOCKET_IFNAME"), 2, False),
         (OSError("cannot read gloomy.txt"), 2, False),
@@ -101,6 +103,16 @@ def test_a_lost_connection_hides_no_other_error(error: Exception, nodes: int, lo
     assert end.code == 1
     assert str(error) in end.message
     assert (LOST in end.message) is lost
+
+
+def test_a_rank_whose_launcher_is_gone_reports_its_error_itself(tmp_path: Path) -> None:
+    assert not report_failure(ValueError("its own"), str(tmp_path / "gone" / "error"))
+
+
+@pytest.mark.parametrize(("has_met", "said"), [(False, "did not meet all the others"), (True, "lost its connection")])
+def test_nodes_that_have_met_do_not_meet_again(has_met: bool, said: str) -> None:
+    own = Rendezvous("drawbar-7", "10.0.0.1:7", nodes=2, node=1, address="10.0.0.2")
+    assert said in str(_parted(own, 10, has_met=has_met))
 
 
 def test_a_rank_may_be_killed_by_a_signal_without_a_name() -> None:
