@@ -144,6 +144,7 @@ class RunDirLock:
         return RunDirLost(
             f"the run directory {what} while this process trained the run",
             where=str(self._run_dir),
-            remedy=f"the state is saved as the run {self.rescue_name}: resume it with run.name={self.rescue_name}",
+            remedy="if it has made a step since its last save, its state is saved as the run "
+            f"{self.rescue_name}: resume it with run.name={self.rescue_name}",
             exit_code=ExitCode.FAILED,
         )

@@ -388,11 +388,14 @@ class Saver:
             raise error
 
     def _with_resume_hint(self, error: BaseException | None) -> BaseException | None:
-        """The error, with the checkpoints to resume from appended: a later save may have succeeded."""
+        """The error, with the checkpoints to resume from appended: a later save may have succeeded. It names this rank,
+        as every rank may raise it."""
         if not isinstance(error, UserError):
             return error
         what = f"{error.what}. {self._directory.describe_newest()}"
-        return UserError(what, where=error.where, remedy=error.remedy, exit_code=error.exit_code)
+        hinted = UserError(what, where=error.where, remedy=error.remedy, exit_code=error.exit_code)
+        hinted.origin = error.origin or self._world.describe()
+        return hinted
 
     @property
     def _writing(self) -> str:
