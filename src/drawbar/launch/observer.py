@@ -232,7 +232,8 @@ class Observer:
                 dump_stacks([other for other in self.ranks if other.runs])
                 # NCCL's watchdog aborts a rank that has waited for another one for too long
                 if code == -signal.SIGABRT or rank.gave_up:
-                    self._judge(self._timeout / 2, last_chance=True)
+                    # before the first step, any rank may be waiting to meet one of another node
+                    self._judge(self._timeout / 2, last_chance=rank.pulse.step > 0)
 
     def _judge(self, seconds: float, last_chance: bool) -> None:
         """Name and end the rank that is at fault, of those without progress for some seconds."""
