@@ -33,6 +33,10 @@ class Room(World):
         self.disk = str(folder / "disk")
         self.disk_errors: dict[int, tuple[float, int]] = {}
         """Rank → until when writing fails for it, and with which error number."""
+        self.makers: dict[str, Process | None] = {}
+        """Folder that is being written → the launcher whose rank has made it."""
+        self.mixed: set[str] = set()
+        """Those in which a rank of another launcher has written, too."""
         self.disk_delays: dict[int, float] = {}
         """Rank → the seconds that its next operation takes longer."""
 
@@ -52,8 +56,16 @@ class Room(World):
         if writes and self.now < until:
             self.on_disk_error(process)
             raise OSError(number, os.strerror(number), path)
+        self._note_mixed(process, operation, path, writes)
         if operation == "os.rename" and path.endswith(".tmp") and _COMMIT.fullmatch(target):
             self.after(0.0, self.on_commit, process, Path(target))
+
+    def _note_mixed(self, process: Process, operation: str, path: str, writes: bool) -> None:
+        if operation == "os.mkdir" and path.endswith(".tmp"):
+            self.makers[path] = process.parent
+        folder = os.path.dirname(path)
+        if writes and self.makers.get(folder, process.parent) is not process.parent:
+            self.mixed.add(os.path.basename(folder).removesuffix(".tmp"))
 
     def on_disk_error(self, process: Process) -> None:
         """A write of this process has failed."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from stand_ins import replaced
@@ -40,9 +41,23 @@ def no_fence() -> AbstractContextManager[None]:
     return replaced([(run_dir_lock.RunDirLock, "check", lambda lock: None)])
 
 
-PLANTED: dict[str, tuple[Callable[[], AbstractContextManager[None]], str]] = {
-    "no end after a signal": (no_end_after_a_signal, "the command has not ended"),
-    "no limit of work": (no_limit_of_work, "the command has not ended"),
-    "no fence": (no_fence, "in a directory that is not its own any more"),
+@dataclass(frozen=True)
+class Planted:
+    """A defect, and how it shows."""
+
+    plant: Callable[[], AbstractContextManager[None]]
+    says: str
+    """What the simulation says of it."""
+    seed: int
+    """A schedule in which it shows."""
+    takes: tuple[str, ...]
+    """The faults that are left of that."""
+
+
+PLANTED = {
+    "no end after a signal": Planted(
+        no_end_after_a_signal, "the command has not ended", 49, ("signal the launcher", "hold")
+    ),
+    "no limit of work": Planted(no_limit_of_work, "the command has not ended", 103, ("spin",)),
+    "no fence": Planted(no_fence, "in a directory that is not its own any more", 72, ("begin again",)),
 }
-"""Name → what plants it, and what the simulation says of it."""

@@ -27,7 +27,8 @@ GRACE = 30.0
 FENCE_SECONDS = 1.0
 """Between the last look at the lock and the rename of a checkpoint there is a moment; a slow disk makes it longer."""
 _NAMED = re.compile(r"\brank (\d+)\b")
-_RESCUED = re.compile(r"the state is saved as the run (\S+):")
+_RESCUED = re.compile(r"its state is saved as the run (\S+):")
+HANGS = ("spin", "be deaf", "hold", "freeze", "stop")
 _HARMLESS = ("late messages", "slow disk", "stop the launcher")
 """What no run may fail of: it is shorter than every limit."""
 
@@ -121,8 +122,6 @@ class Game(Room):
         self.last_fault = 0.0
         self.saved = -1
         """The newest step that was saved since the directory was last begun."""
-        self.was_complete = False
-        """Whether the directory was deleted after the last step had been saved: then nothing is saved elsewhere."""
         self.taken_at = -math.inf
         """When the directory was last deleted."""
         self.pending = [Pending(fault) for fault in schedule.faults if fault.kind in IN_A_PHASE]
@@ -160,6 +159,7 @@ class Game(Room):
             self.problems.append(f"step {step} is there, and not whole: {error}")
         if run_dir != self.run_dir:
             return
+        process.state["saved"] = step
         holder = (run_dir / LOCK_FILE).read_text() if (run_dir / LOCK_FILE).exists() else ""
         if holder.startswith(f"process {process.pid} "):
             self.saved = max(self.saved, step)
@@ -217,7 +217,6 @@ class Game(Room):
         if self.run_dir.exists():
             self.run_dir.rename(trash := self.folder / f"trash-{len(self.trace)}")
             shutil.rmtree(trash)
-        self.was_complete |= self.saved == training.STEPS
         self.saved, self.taken_at = -1, self.now
 
     # commands
@@ -257,11 +256,19 @@ class Game(Room):
             self._has_ended, until := max(self.last_fault, self.commands[-1].began) + end_seconds(self.schedule)
         ):
             if until == max(self.last_fault, self.commands[-1].began) + end_seconds(self.schedule):
+                if self._nobody_waits():
+                    break
                 left = [process.name for process in self.processes.values() if process.end is None]
                 how = "nothing will ever happen" if self.is_deadlocked else "the command has not ended"
                 raise Violation(f"{how} {self.now - self.last_fault:.0f} s after the last fault: {', '.join(left)}")
         for process in self.processes.values():  # what the scheduler does with a node
             process.deliver(signal.SIGKILL)
+
+    def _nobody_waits(self) -> bool:
+        """Whether something has happened to each rank that is left, and no launcher of drawbar's looks at them."""
+        stuck = {fault.who for fault in self.fired if fault.kind in HANGS}
+        left = {process.rank for process in self.processes.values() if process.end is None} - {None}
+        return self.schedule.launcher == "torchrun" and left <= stuck
 
     def _has_ended(self) -> bool:
         """Whether nothing runs any more but what only a kill can end and whose launcher is gone."""
@@ -311,7 +318,11 @@ class Game(Room):
         said = "".join(launcher.stderr)
         guilty = {fault.who for fault in self.fired if fault.kind not in OF_A_NODE}
         named = {int(rank) for rank in _NAMED.findall(said.partition("error: ")[2])}
-        if named and not named & guilty and "a rank on another node" not in said:
+        # in a save in parts, a rank may report the error of another one's disk
+        is_vague = "a rank on another node" in said or (
+            self.schedule.layout == "parts" and "could not be written" in said
+        )
+        if named and not named & guilty and not is_vague:
             self.problems.append(f"{launcher.name} names ranks that nothing has happened to: {said}")
 
     def look_at_end(self) -> None:
@@ -323,6 +334,8 @@ class Game(Room):
             try:
                 snapshot = open_snapshot(folder)
             except (Unusable, OSError) as error:
+                if folder.name in self.mixed:  # known: two processes may be saving the same step, of two runs
+                    continue
                 raise Violation(f"the checkpoint of step {step} cannot be used: {error}") from error
             if snapshot.state[RUN] != run_id(self.run_dir):
                 self.problems.append(f"the checkpoint of step {step} is another run's")
@@ -333,8 +346,11 @@ class Game(Room):
 
     def _look_for_rescued(self) -> None:
         """A run whose directory was lost has saved its state where it says, if nothing else happened to it."""
-        if {fault.kind for fault in self.fired} <= {*OF_THE_RUN, *_HARMLESS} and not self.was_complete:
-            for command in self.commands:
-                for name in _RESCUED.findall(command.said):
+        if not {fault.kind for fault in self.fired} <= {*OF_THE_RUN, *_HARMLESS}:
+            return
+        for process in self.processes.values():
+            if process.rank == 0 and process.state.get("made", 0) > process.state.get("saved", 0):
+                assert process.parent is not None
+                for name in _RESCUED.findall("".join(process.parent.stderr)):
                     if not checkpoint_folders(self.run_dir.with_name(name)):
                         self.problems.append(f"there is no checkpoint in {name}, where the state is said to be")

@@ -97,6 +97,7 @@ class Engine:
         self.seen += counts
         self.number = mixed(self.number, int((counts * torch.arange(SAMPLES)).sum()))
         self.step += 1
+        current().state["made"] = self.step
         return StepResult(torch.tensor(1.0), torch.tensor(1.0), num_targets, 0.1, skipped=False)
 
     def check_buffers(self) -> None: ...
