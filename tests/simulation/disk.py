@@ -33,10 +33,10 @@ class Room(World):
         self.disk = str(folder / "disk")
         self.disk_errors: dict[int, tuple[float, int]] = {}
         """Rank → until when writing fails for it, and with which error number."""
-        self.makers: dict[str, Process | None] = {}
-        """Folder that is being written → the launcher whose rank has made it."""
+        self.makers: dict[str, str] = {}
+        """Folder that is being written → the number of the command that has made it."""
         self.mixed: set[str] = set()
-        """Those in which a rank of another launcher has written, too."""
+        """Those in which another command has written, too."""
         self.disk_delays: dict[int, float] = {}
         """Rank → the seconds that its next operation takes longer."""
 
@@ -62,9 +62,9 @@ class Room(World):
 
     def _note_mixed(self, process: Process, operation: str, path: str, writes: bool) -> None:
         if operation == "os.mkdir" and path.endswith(".tmp"):
-            self.makers[path] = process.parent
+            self.makers[path] = process.environ["number"]
         folder = os.path.dirname(path)
-        if writes and self.makers.get(folder, process.parent) is not process.parent:
+        if writes and self.makers.get(folder, process.environ["number"]) != process.environ["number"]:
             self.mixed.add(os.path.basename(folder).removesuffix(".tmp"))
 
     def on_disk_error(self, process: Process) -> None:

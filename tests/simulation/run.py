@@ -12,24 +12,31 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # pytest has done this
     sys.path.insert(0, str(Path(__file__).parent))
 
 from schedules import Schedule, schedule_of, simpler
 
+if TYPE_CHECKING:
+    from simulation import Outcome
+
 CHUNK = 50
 """Seeds that a process plays before it tells how they ended."""
+MOST_SHOWN = 5
+"""The most schedules that are shrunk and shown."""
 TRIES = 150
 """The most schedules that are played to shrink one."""
 
-Ending = tuple[int, str, list[str], int, float]
-"""A seed, how its first command ended, what must not be, and how many turns and simulated seconds it took."""
+Played = tuple[int, "Outcome"]
+"""A seed, and how its schedule ended."""
 
 
-def play_seeds(seeds: Iterable[int]) -> list[Ending]:
+def play_seeds(seeds: Iterable[int]) -> list[Played]:
     """Play the schedules of these seeds."""
     from training import simulated
 
@@ -39,8 +46,7 @@ def play_seeds(seeds: Iterable[int]) -> list[Ending]:
     found = []
     with simulated():
         for seed in seeds:
-            outcome = play(schedule_of(seed))
-            found.append((seed, outcome.ending, outcome.problems, outcome.turns, outcome.seconds))
+            found.append((seed, replace(play(schedule_of(seed)), trace=[])))
     return found
 
 
@@ -95,26 +101,31 @@ def chunks(first: int, count: int) -> Iterator[range]:
 def play_all(first: int, count: int, jobs: int) -> int:
     """Play all seeds, and print how they ended. Returns the number in which something is wrong."""
     began = time.monotonic()
-    ends: Counter[str] = Counter()
-    failed: list[int] = []
-    turns, seconds, played = 0, 0.0, 0
+    played: list[Played] = []
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        for endings in pool.map(play_seeds, chunks(first, count)):
-            for seed, ending, problems, its_turns, its_seconds in endings:
-                played, turns, seconds = played + 1, turns + its_turns, seconds + its_seconds
-                ends[ending or "not"] += 1
-                failed += [seed] * bool(problems)
-            if played % 1000 < CHUNK:
-                print(f"{played} schedules, {time.monotonic() - began:.0f} s, {len(failed)} with a problem", flush=True)
+        for outcomes in pool.map(play_seeds, chunks(first, count)):
+            played += outcomes
+            if len(played) % 1000 < CHUNK:
+                failed = sum(bool(outcome.problems) for _, outcome in played)
+                print(f"{len(played)} schedules, {time.monotonic() - began:.0f} s, {failed} with a problem", flush=True)
     took = time.monotonic() - began
-    for seed in failed[:5]:
+    failed = [seed for seed, outcome in played if outcome.problems]
+    for seed in failed[:MOST_SHOWN]:
         shrink_and_show(seed)
-    print("\n| how the first command ended | schedules |\n| --- | --- |")
-    for ending, number in ends.most_common():
-        print(f"| {ending} | {number} |")
-    print(f"\n{played} schedules, {turns:,} turns and {seconds / 3600:.1f} simulated hours, in {took:.0f} s")
+    print(f"\n{table([outcome for _, outcome in played])}\n\n{count} schedules in {took:.0f} s")
     print(f"{len(failed)} with a problem{': seeds ' * bool(failed)}{', '.join(map(str, failed))}")
     return len(failed)
+
+
+def table(outcomes: "list[Outcome]") -> str:
+    """How the schedules ended, as a table."""
+    ends = Counter(outcome.ending or "not" for outcome in outcomes)
+    lines = ["| how the first command ended | schedules |", "| --- | --- |"]
+    lines += [f"| {ending} | {number} |" for ending, number in ends.most_common()]
+    turns, seconds = (sum(getattr(outcome, name) for outcome in outcomes) for name in ("turns", "seconds"))
+    mixed = sum(outcome.is_mixed for outcome in outcomes)
+    lines += ["", f"{turns:,} turns, {seconds / 3600:.1f} simulated hours"]
+    return "\n".join([*lines, f"{mixed} in which two runs wrote in one temporary folder: known"] if mixed else lines)
 
 
 def main() -> None:

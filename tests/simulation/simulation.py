@@ -22,13 +22,14 @@ from drawbar.checkpoint.read import check_sizes, open_snapshot
 from drawbar.train.rundir import run_id
 from drawbar.util.run_dir import LOCK_FILE, checkpoint_folders
 
-GRACE = 30.0
+_GRACE = 30.0
 """How long torch's launcher waits for a rank that does not heed SIGTERM."""
-FENCE_SECONDS = 1.0
+_FENCE_SECONDS = 1.0
 """Between the last look at the lock and the rename of a checkpoint there is a moment; a slow disk makes it longer."""
 _NAMED = re.compile(r"\brank (\d+)\b")
 _RESCUED = re.compile(r"its state is saved as the run (\S+):")
-HANGS = ("spin", "be deaf", "hold", "freeze", "stop")
+_NO_RUN = "contains files, but no drawbar run"
+_HANGS = ("spin", "be deaf", "hold", "freeze", "stop")
 _HARMLESS = ("late messages", "slow disk", "stop the launcher")
 """What no run may fail of: it is shorter than every limit."""
 
@@ -39,7 +40,7 @@ def end_seconds(schedule: Schedule) -> float:
     or heartbeat that the others give up."""
     limits = training.LIMITS
     limit = max(limits.start, limits.save, limits.callback, training.TIMEOUT, 10 * LONGEST)
-    return limit + 2 * training.TIMEOUT + 10 + GRACE + 20 + (300 if schedule.nodes > 1 else 0)
+    return limit + 2 * training.TIMEOUT + 10 + _GRACE + 20 + (300 if schedule.nodes > 1 else 0)
 
 
 @dataclass
@@ -67,6 +68,8 @@ class Outcome:
     """What must not be; empty if all is well."""
     ending: str
     """How its first command ended."""
+    is_mixed: bool
+    """Whether two runs have written in the temporary folder of one checkpoint, which is known and not mended."""
     trace: list[tuple[float, str, str]]
     turns: int
     seconds: float
@@ -89,7 +92,7 @@ def play(schedule: Schedule, tracing: bool = False) -> Outcome:
         worlds.pop()
         shutil.rmtree(folder, ignore_errors=True)
     game.problems += game.crashes
-    return Outcome(game.problems, game.ending, game.trace, game.turns, game.now)
+    return Outcome(game.problems, game.ending, bool(game.mixed), game.trace, game.turns, game.now)
 
 
 class Violation(Exception):
@@ -114,7 +117,7 @@ class Game(Room):
         self.run_dir = folder / "disk" / "runs" / "simulated"
         self.run_dir.parent.mkdir(parents=True)
         self.config = training.run_config(self.run_dir, schedule.layout, schedule.on_error, schedule.restarts)
-        self.rank_main = lambda: cli.run()
+        self.rank_main = cli.run
         self.problems: list[str] = []
         self.ending = ""
         self.commands: list[Command] = []
@@ -163,7 +166,7 @@ class Game(Room):
         holder = (run_dir / LOCK_FILE).read_text() if (run_dir / LOCK_FILE).exists() else ""
         if holder.startswith(f"process {process.pid} "):
             self.saved = max(self.saved, step)
-        elif self.now - self.taken_at > FENCE_SECONDS + LONGEST * self._has_fired("slow disk", "stop"):
+        elif self.now - self.taken_at > _FENCE_SECONDS + LONGEST * self._has_fired("slow disk", "stop"):
             self.problems.append(f"{process.name} has saved step {step} in a directory that is not its own any more")
 
     # faults
@@ -247,26 +250,34 @@ class Game(Room):
             if self.commands[-1].code == 0 and not (was_lost and not self.run_dir.exists()):
                 return
             self.pass_time(self.last_fault + 1.0)  # a person waits until the disk is well again
-            if self.commands[-1].code == 2 and self._has_fired(*OF_THE_RUN):
+            if self._has_fired(*OF_THE_RUN) and _NO_RUN in self._said(self.commands[-1]):
                 self._delete_run()  # what a process has written there since makes it no run: a person looks at it
         raise Violation(f"the run does not end well: {self.commands[-1].said}")
 
+    def _said(self, command: Command) -> str:
+        """What the launchers of a command and their ranks have printed."""
+        ranks = [process for process in self.processes.values() if process.parent in command.launchers]
+        return command.said + "".join(text for rank in ranks for text in rank.stderr)
+
+    def _latest_end(self) -> float:
+        """When the newest command must have ended."""
+        return max(self.last_fault, self.commands[-1].began) + end_seconds(self.schedule)
+
     def _wait_for_end(self) -> None:
-        while not self.run(
-            self._has_ended, until := max(self.last_fault, self.commands[-1].began) + end_seconds(self.schedule)
-        ):
-            if until == max(self.last_fault, self.commands[-1].began) + end_seconds(self.schedule):
-                if self._nobody_waits():
-                    break
-                left = [process.name for process in self.processes.values() if process.end is None]
-                how = "nothing will ever happen" if self.is_deadlocked else "the command has not ended"
-                raise Violation(f"{how} {self.now - self.last_fault:.0f} s after the last fault: {', '.join(left)}")
+        while not self.run(self._has_ended, until := self._latest_end()):
+            if until < self._latest_end():
+                continue  # another fault has come
+            if self._nobody_waits():
+                break
+            left = [process.name for process in self.processes.values() if process.end is None]
+            how = "nothing will ever happen" if self.is_deadlocked else "the command has not ended"
+            raise Violation(f"{how} {self.now - self.last_fault:.0f} s after the last fault: {', '.join(left)}")
         for process in self.processes.values():  # what the scheduler does with a node
             process.deliver(signal.SIGKILL)
 
     def _nobody_waits(self) -> bool:
         """Whether something has happened to each rank that is left, and no launcher of drawbar's looks at them."""
-        stuck = {fault.who for fault in self.fired if fault.kind in HANGS}
+        stuck = {fault.who for fault in self.fired if fault.kind in _HANGS}
         left = {process.rank for process in self.processes.values() if process.end is None} - {None}
         return self.schedule.launcher == "torchrun" and left <= stuck
 
@@ -311,9 +322,8 @@ class Game(Room):
 
     def _check_named(self, launcher: Process) -> None:
         """If the message of a launcher names ranks, something has happened to one of them."""
-        if self._has_fired(
-            *OF_THE_RUN, "kill a node", "kill the launcher", "stop the launcher", "one-sided", "signal the launcher"
-        ):
+        lost_nodes = ("kill a node", "kill the launcher", *["signal the launcher"] * (self.schedule.nodes > 1))
+        if self._has_fired(*OF_THE_RUN, *lost_nodes, "stop the launcher", "one-sided"):
             return
         said = "".join(launcher.stderr)
         guilty = {fault.who for fault in self.fired if fault.kind not in OF_A_NODE}
@@ -331,11 +341,11 @@ class Game(Room):
         if training.STEPS not in folders:
             raise Violation(f"the run is complete without its last step: {sorted(folders)}")
         for step, folder in folders.items():
+            if folder.name in self.mixed:  # known: two runs have saved that step at the same time
+                continue
             try:
                 snapshot = open_snapshot(folder)
             except (Unusable, OSError) as error:
-                if folder.name in self.mixed:  # known: two processes may be saving the same step, of two runs
-                    continue
                 raise Violation(f"the checkpoint of step {step} cannot be used: {error}") from error
             if snapshot.state[RUN] != run_id(self.run_dir):
                 self.problems.append(f"the checkpoint of step {step} is another run's")
