@@ -38,6 +38,7 @@ from drawbar.distributed import (
     rank_info,
     watchdog,
 )
+from drawbar.distributed.pulse import Collectives
 from drawbar.distributed.watchdog import LAUNCHER, NODE
 from drawbar.engines.local_shards import LocalShards
 from drawbar.engines.results import EngineState, StepResult
@@ -89,7 +90,7 @@ class Engine:
         counts = torch.zeros(SAMPLES, dtype=torch.int64)
         for micro in micro_batches:
             self.task.forward(None, micro.batch)
-            counts[micro.batch] += 1
+            counts[micro.batch.ids] += 1
         self.world.set_activity("backward")
         DIST.all_reduce(counts)
         self.world.set_activity("optimizer")
@@ -98,7 +99,8 @@ class Engine:
         self.number = mixed(self.number, int((counts * torch.arange(SAMPLES)).sum()))
         self.step += 1
         current().state["made"] = self.step
-        return StepResult(torch.tensor(1.0), torch.tensor(1.0), num_targets, 0.1, skipped=False)
+        one = torch.tensor(1.0)
+        return StepResult(one, one, num_targets, 0.1, skipped=False, rejected=False, own_loss=one)
 
     def check_buffers(self) -> None: ...
 
@@ -185,9 +187,10 @@ def run_config(run_dir: Path, layout: str, on_error: str, restarts: int) -> Any:
         ),
         eval=SimpleNamespace(metric="loss", mode="min", every=None, patience=None),
         tracking=SimpleNamespace(log_every=1),
+        train=SimpleNamespace(on_spike="warn", spike_threshold=10.0),
         optim=SimpleNamespace(muon_precision=None),
         data=SimpleNamespace(padding_free=False),
-        parallel=SimpleNamespace(tensor=1),
+        parallel=SimpleNamespace(tensor=1, check_replicas=None),
         precision="fp32",
         device="cpu",
         model_dump=lambda mode: {},
@@ -272,10 +275,10 @@ def _become_launcher(nproc: int) -> None:
     current().environ[LAUNCHER] = str(current().pid)
 
 
-def _begun_collectives() -> dict[str, int]:
+def _begun_collectives(is_stuck: bool) -> Collectives:
     groups = world().network.groups  # type: ignore[attr-defined]
     return {
-        key[2]: group.counts[rank]
+        key[2]: (group.counts[rank], "")
         for key, group in list(groups.items())
         for rank, member in enumerate(group.members)
         if member is current()

@@ -10,6 +10,7 @@ from stand_ins import MODULES
 from torch_stand_in import DIST
 from world import current, world
 
+from drawbar.tasks.batch import Batch
 from drawbar.train.callback import Callback
 
 _os, _time = MODULES["os"], MODULES["time"]
@@ -56,15 +57,15 @@ class Fated:
 
     predicts = False
 
-    def collate(self, samples: list[int]) -> list[int]:
+    def collate(self, samples: list[int]) -> Batch:
         meet("data")
         _time.sleep(world().random.uniform(0.01, 0.1))
-        return samples
+        return Batch({}, samples)
 
-    def num_targets(self, batch: list[int]) -> float:
-        return float(len(batch))
+    def num_targets(self, batch: Batch) -> float:
+        return float(len(batch.ids))
 
-    def forward(self, model: None, batch: list[int]) -> None:
+    def forward(self, model: None, batch: Batch) -> None:
         meet("forward")
         _time.sleep(world().random.uniform(0.05, 0.3))
 
