@@ -52,9 +52,10 @@ def test_a_launcher_starts_lost_ranks_again(fault: str, times: int, code: int, t
         assert not list(wrong_with_resumed(Case(fault, "backward", "ddp", 1), project / "runs" / "tiny"))
 
 
-def test_a_launcher_does_not_repeat_an_error_of_the_users(tmp_path: Path) -> None:
+@pytest.mark.parametrize("phase", params(["forward", "backward", "optimizer"], ["backward"]))
+def test_a_launcher_does_not_repeat_an_error_of_the_users(phase: str, tmp_path: Path) -> None:
     project = make_fated_project(tmp_path)
-    fate = {"FAULT": "raise", "PHASE": "forward", "WHO": "1"}
+    fate = {"FAULT": "raise", "PHASE": phase, "WHO": "1"}
     done = run_cli(*command("ddp"), "launch.restarts=2", cwd=project, env=fate)
     assert done.code == 1
     assert "starting the ranks again" not in done.err

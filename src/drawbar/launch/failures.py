@@ -58,10 +58,10 @@ def explain(failures: Mapping[int, ProcessFailure], observer: Observer) -> End:
     if extra["user_error"] and first.exitcode == ExitCode.WRONG_REQUEST:
         return End(first.exitcode, f"error: {text}")
     if extra["user_error"]:
-        error = observer.announce(rank, f"{extra['origin'] or name}: {text}")
-        return _abnormal(error, first.exitcode, lost_a_rank=extra["lost_peer"])
-    whole = f"{name} failed first: {text}\n{extra['py_callstack']}"
-    return _abnormal(observer.announce(rank, whole), first.exitcode)
+        what = f"{extra['origin'] or name}: {text}"
+    else:
+        what = f"{name} failed first: {text}\n{extra['py_callstack']}"
+    return _abnormal(observer.announce(rank, what), first.exitcode, lost_a_rank=extra["lost_peer"])
 
 
 def _abnormal(error: UserError, code: int = ExitCode.FAILED, *, lost_a_rank: bool = True) -> End:
