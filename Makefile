@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 VERSION_TESTS := tests/unit/models tests/unit/parallel tests/unit/engines tests/unit/runtime tests/unit/optim \
   tests/unit/util/test_versions.py tests/distributed tests/faults/test_resume.py tests/faults/test_signals.py
 
-.PHONY: demo test exhaustive test-all test-oldest test-newest mutants faults simulate quick lint format bench docs clean
+.PHONY: demo test exhaustive test-all test-oldest test-newest mutants faults simulate soak quick lint format bench docs clean
 
 demo: .venv/installed
 	$(BIN)/python examples/python_stdlib/demo.py
@@ -40,6 +40,11 @@ faults: .venv/installed-dev
 # 10,000 schedules of faults on a simulated clock: minutes; SIMULATE="--first 10000" for others
 simulate: .venv/installed-dev
 	$(BIN)/python tests/simulation/run.py --seeds 10000 --jobs 2 $(SIMULATE)
+
+# one long run with random faults, ranks and strategies: half an hour; SOAK="--seed 1 --faults 50" for another one
+soak: .venv/installed-dev
+	$(BIN)/python -m compileall -q src
+	$(BIN)/python tests/faults/soak.py $(SOAK)
 
 # the two ends of the versions in pyproject.toml, each in an environment of its own, with the Python that goes with them
 # where there is one (pyenv's are not on the path); torch is a CUDA build there, and runs on CPUs
