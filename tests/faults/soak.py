@@ -240,8 +240,8 @@ def problems_of(lived: Lived) -> Iterator[str]:
     if len(lived.met) < len(faults):
         yield f"it met {len(lived.met)} of {len(faults)} faults, and ended with code {lived.code}"
         return
-    if "Traceback (most" in lived.err and faults[-1:] and faults[-1].kind != "raise":
-        yield "a traceback"  # that of an error of the task's is part of its message
+    if "Traceback (most" in lived.err and not {"raise", "interrupt"} & {fault.kind for fault in faults}:
+        yield "a traceback"  # of what a task raises, it is part of the message
     if lived.code != (wanted := exit_code_after(faults[-1] if faults else None, lived.life.layout.ranks)):
         yield f"exit code {lived.code} instead of {wanted}"
     if lived.life.layout.ranks > 1:
