@@ -80,7 +80,7 @@ def settings(steps: int) -> list[str]:
             f"train.global_batch={GLOBAL_BATCH}",
             "optim.schedule=constant",
             "optim.warmup=0",
-            "optim.lr=1e-3",
+            "optim.lr=1e-4",
             "eval.every=4",
         ),
         *("checkpoint.every=2", "checkpoint.keep=4", f"launch.timeout={TIMEOUT}"),

@@ -148,9 +148,10 @@ def _last(chance: Random, layout: Layout, torn: bool, under_restarts: bool) -> F
 
 
 def _inside(chance: Random, layout: Layout, kinds: dict[str, int]) -> Fault:
-    phases = [phase for phase in PHASES if layout.strategy != "pipeline" or phase in ("backward", "optimizer")]
-    kind = _one_of(chance, _fitting(layout, kinds))
-    return Fault(kind, chance.randrange(layout.ranks), chance.randint(1, 5), chance.choice(phases))
+    kind, who, phases = _one_of(chance, _fitting(layout, kinds)), chance.randrange(layout.ranks), PHASES
+    if layout.strategy == "pipeline":  # the task's forward is replayed there, and the last stage has the loss
+        phases = ("optimizer", "backward") if who == layout.ranks - 1 else ("optimizer",)
+    return Fault(kind, who, chance.randint(1, 5), chance.choice(phases))
 
 
 def _fitting(layout: Layout, kinds: dict[str, int]) -> dict[str, int]:

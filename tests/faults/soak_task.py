@@ -8,6 +8,8 @@ from fault_table import TASK
 
 PACE = 0.03
 """Seconds that a step takes in addition while there are faults to come: else too many pass before one is met."""
+PATIENCE = 12
+"""Steps after which a fault that has not come never will: the run would go on to its end."""
 
 SOAK_TASK = f'''{TASK}
 import json, sys
@@ -67,4 +69,6 @@ class Diary(Notes):
             note(done=info.step)
         if LIFE is not None and planned is not None:
             time.sleep({PACE})
+        if fate_of_start is not None and made > begun + fate_of_start["after"] + {PATIENCE}:
+            raise RuntimeError(f"this never came: {{fate_of_start}}")
 '''
