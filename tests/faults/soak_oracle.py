@@ -154,11 +154,17 @@ def wrong_samples(project: Path, made: dict[int, Start], layouts: Sequence[Layou
 
 
 def wrong_resumes(told: Sequence[Lived], starts: Sequence[Start]) -> Iterator[str]:
-    """Starts that went on from an older checkpoint than the newest whole one that the life before had left."""
+    """Lives that began at an older checkpoint than the newest whole one that was there. One that was torn stays until a
+    life begins; those that end while starting leave it."""
     first = {start.life: start for start in reversed(starts)}
+    torn = 0
     for before, after in pairwise(told):
-        if after.number in first and not before.life.damage and first[after.number].begun < before.newest:
+        torn = before.newest if before.life.damage else torn
+        if after.number not in first:
+            continue
+        if before.newest != torn and first[after.number].begun < before.newest:
             yield f"life {after.number} began at step {first[after.number].begun}, but step {before.newest} was saved"
+        torn = 0
 
 
 def useful_seconds(made: dict[int, Start]) -> float:

@@ -40,12 +40,14 @@ def write(path, **what):
 
 def meet(phase):
     """Meet the fate of this start, if it is for this rank and phase, and the step has come."""
-    global fate_of_start, FAULT
+    global fate_of_start, FAULT, made
     due = fate_of_start
     if due is None or begun is None or (due["phase"], due["who"]) != (phase, RANK) or made < begun + due["after"] - 1:
         return
     fate_of_start, FAULT = None, due["kind"]
     write(f"lives/{{LIFE}}.met", step=made + 1)
+    if phase in ("evaluation", "callback", "save"):  # the step is made, and the next one counted before the run ends
+        made += 1
     fate()
 
 

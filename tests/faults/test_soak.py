@@ -69,6 +69,8 @@ def test_a_saved_step_that_is_lost_is_noticed(newest: int, damage: str, count: i
     write_notes(tmp_path / "notes.jsonl", (0, range(1, 3)), (1, range(2, 4)))
     told = [Lived(Life(TWO, (), damage), 0, newest=newest), Lived(Life(TWO, ()), 1, newest=3)]
     assert len(list(wrong_resumes(told, read_starts(tmp_path / "notes.jsonl")))) == count
+    told = [told[0], Lived(Life(TWO, ()), 2, newest=newest), told[1]]  # one that ended while starting
+    assert len(list(wrong_resumes(told, read_starts(tmp_path / "notes.jsonl")))) == count
 
 
 @pytest.mark.parametrize(
