@@ -39,7 +39,8 @@ def test_a_rank_meets_its_fate(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "times", "code"), params([("kill", 2, 0), ("stop", 1, 0), ("crash", 3, 1)], [("kill", 2, 0)])
+    ("fault", "times", "code"),
+    params([("kill", 2, 0), ("stop", 1, 0), ("crash", 3, 1), ("exit", 1, 0)], [("kill", 2, 0)]),
 )
 def test_a_launcher_starts_lost_ranks_again(fault: str, times: int, code: int, tmp_path: Path) -> None:
     project = make_fated_project(tmp_path)

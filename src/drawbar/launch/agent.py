@@ -189,7 +189,7 @@ class _Rank:
         self._observer.note_end(self._watched, code)
         if code != ExitCode.DONE or self._watched.pulse.kind is Kind.ENDED:
             return code
-        report_failure(self._early_end(), str(self._watched.errors))
+        report_failure(self._early_end(), str(self._watched.errors), lost_a_rank=self._watched.pulse.step > 0)
         return ExitCode.FAILED
 
     def wait(self, timeout: float | None = None) -> int | None:

@@ -61,7 +61,7 @@ def explain(failures: Mapping[int, ProcessFailure], observer: Observer) -> End:
         what = f"{extra['origin'] or name}: {text}"
     else:
         what = f"{name} failed first: {text}\n{extra['py_callstack']}"
-    return _abnormal(observer.announce(rank, what), first.exitcode, lost_a_rank=extra["lost_peer"])
+    return _abnormal(observer.announce(rank, what), first.exitcode, lost_a_rank=extra["lost_a_rank"])
 
 
 def _abnormal(error: UserError, code: int = ExitCode.FAILED, *, lost_a_rank: bool = True) -> End:
@@ -94,9 +94,10 @@ def _time_of(failure: ProcessFailure) -> float:
     return float(message["extraInfo"]["exact_time"])
 
 
-def report_failure(error: BaseException, path: str | None = None) -> bool:
+def report_failure(error: BaseException, path: str | None = None, *, lost_a_rank: bool = False) -> bool:
     """Write the error to the file that the elastic launcher reads: ``path``, or the one named in the environment. False
-    if there is no such launcher, or it is gone."""
+    if there is no such launcher, or it is gone. ``lost_a_rank``: the error is that a rank is gone, as it also is where
+    another rank does not answer."""
     if lost_peer := is_peer_failure(error):
         time.sleep(2)  # let the launcher first notice the rank that died: it then ends this one as well
     path = path or os.environ.get(ERROR_FILE)
@@ -110,6 +111,7 @@ def report_failure(error: BaseException, path: str | None = None) -> bool:
         "exact_time": now,
         "user_error": user_error,
         "lost_peer": lost_peer,
+        "lost_a_rank": lost_a_rank or lost_peer,
         "origin": getattr(error, "origin", ""),
     }
     message = str(error) if user_error else f"{type(error).__name__}: {error}"
