@@ -238,6 +238,8 @@ def _report_error(error: BaseException, text: str) -> None:
 
         if report_failure(error) and STATUS_VARIABLE in os.environ:
             return  # drawbar's launcher started this rank, and prints the error
+        if isinstance(error, UserError) and error.origin:
+            text = f"error: {error.origin}: {error}"
     if isinstance(error, UserError) and error.exit_code == ExitCode.WRONG_REQUEST:
         _wait_for_first_local_rank()
     click.echo(visible(text), err=True)

@@ -86,7 +86,8 @@ class WorkerPool:
             else f"a process for {self._activity} returned no result for {self._timeout:.0f} s",
             where="data.workers",
             remedy=f"{fewer if self.count > 1 else ''}a script that starts training must do so under "
-            '`if __name__ == "__main__":`; data.workers=0 uses a single process and shows what happens',
+            '`if __name__ == "__main__":`; data.workers=0 uses a single process and shows what happens; to wait '
+            "longer, raise launch.limits.start (encoding) or launch.timeout (batches)",
             exit_code=ExitCode.FAILED,
         )
 

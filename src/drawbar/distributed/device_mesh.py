@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from drawbar.config.parallel_dims import AXES, ParallelDims
+from drawbar.distributed.process_group import Distributed
 from drawbar.runtime.torch_internals import compute_local_shape_and_global_offset
 
 
@@ -22,17 +23,22 @@ def build_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, astuple(dims), mesh_dim_names=AXES)
 
 
-def another_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
-    """A second group of the ranks along an axis, so that messages in one group do not wait for those in the other.
-    Collective.
+def mesh_of(world: Distributed) -> DeviceMesh:
+    """The mesh of a run. The same if its model is built again, as each mesh has process groups of its own."""
+    if world.dims not in world.meshes:
+        world.meshes[world.dims] = build_mesh(world.dims, world.device)
+    return world.meshes[world.dims]
 
-    Args:
-        mesh: a mesh with all five axes.
-    """
-    along = mesh.mesh.movedim(AXES.index(axis), -1).flatten(0, -2)
-    group, _ = dist.new_subgroups_by_enumeration(along.tolist())
-    assert group is not None, "every rank is somewhere along each axis"
-    return group
+
+def another_group(world: Distributed, axis: str) -> dist.ProcessGroup:
+    """A second group of the ranks along an axis of the run's mesh, so that messages in one group do not wait for those
+    in the other. The same if the model is built again. Collective."""
+    if axis not in world.second_groups:
+        along = mesh_of(world).mesh.movedim(AXES.index(axis), -1).flatten(0, -2)
+        group, _ = dist.new_subgroups_by_enumeration(along.tolist())
+        assert group is not None, "every rank is somewhere along each axis"
+        world.second_groups[axis] = group
+    return world.second_groups[axis]
 
 
 def local_shape_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

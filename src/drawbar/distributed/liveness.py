@@ -1,8 +1,8 @@
 """Heartbeats of the ranks through the rendezvous store: waiting for a rank that is working has no deadline, and a rank
 that is gone or hangs is named.
 
-A thread of each rank publishes its activity. It sends heartbeats only while the rank waits here or is inside
-``working``: a rank that hangs anywhere else, such as in a collective of its engine, falls silent. Only rank 0's thread
+A thread of each rank publishes its activity. It sends heartbeats while the rank waits here, and for as long as what it
+does may take (``launch.limits``), less ``launch.timeout``: then a rank that hangs falls silent. Only rank 0's thread
 reads the activities of all ranks; it publishes a digest that tells every rank which ranks are silent.
 
 The digest's size does not grow with the number of ranks. The launcher of a node reads the same from the pulses of its
@@ -219,11 +219,11 @@ class Liveness:
         self._pulse.write()
 
     def begin_step(self, step: int) -> None:
-        """Set the step that the following activities belong to."""
-        if self._pulse.step:
-            self._usual_kind = Kind.STEP  # the first step may compile
+        """Set the step that the following activities belong to; 0 before the first one."""
+        is_first = self._pulse.step == 0 or step == 0  # the first step may compile
+        self._usual_kind = Kind.START if is_first else Kind.STEP
         self._pulse = self._pulse._replace(step=step)
-        self.set_activity("counting its targets")
+        self.set_activity("counting its targets" if step else "starting")
 
     @contextmanager
     def working(self, activity: str, kind: Kind | None = None) -> Iterator[None]:
@@ -313,8 +313,9 @@ class Liveness:
         now, before = self._pulse, self._pulse_before
         self._unchanged = self._unchanged + 1 if now == before else 0
         self._pulse_before = now
-        within_limit = self._unchanged * self._period < limit_of(now.kind, self._limits, self.timeout)
-        if self._is_waiting or (self._is_working and within_limit):
+        # a silence becomes one too many after a further timeout
+        beats = limit_of(now.kind, self._limits, self.timeout) - self.timeout
+        if self._is_waiting or self._unchanged * self._period < beats:
             self._heartbeats += 1
         entry = RankActivity(self._entered, now.changes + self._heartbeats, self._is_waiting, str(now))
         if entry != self._last_published:

@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import LimitsSection
@@ -94,6 +95,10 @@ class Distributed:
         self.timeout = timedelta(seconds=timeout)
         self.nodes: tuple[str, ...] = (node_name(),)
         """The name of each rank's node."""
+        self.meshes: dict[ParallelDims, DeviceMesh] = {}
+        """See ``mesh_of``."""
+        self.second_groups: dict[str, dist.ProcessGroup] = {}
+        """See ``another_group``."""
         self._control: dist.ProcessGroup | None = None
         self._store: dist.Store = dist.HashStore()
         self._watchdog = Watchdog()
@@ -183,11 +188,11 @@ class Distributed:
 
     def set_group_timeouts(self) -> None:
         """Set the run's timeout for all process groups, including those of meshes and libraries: torch's default is 10
-        or 30 min."""
+        or 30 min. A rank waits there for one that may be at work in its step."""
         # new in torch 2.14; the older function may be removed
         set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else torch_internals._set_pg_timeout
         for group in torch_internals._world.pg_map:
-            set_timeout(self.timeout, group)
+            set_timeout(max(self.timeout, timedelta(seconds=self._limits.step or 0)), group)
 
     def _whom_it_waits_for(self) -> str:
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -257,7 +262,8 @@ class Distributed:
         return f"rank {self.rank}{on_node} ({self._liveness.activity})" if self.size > 1 else ""
 
     def begin_step(self, step: int) -> None:
-        """Set the step that the following activities belong to."""
+        """Set the step that the following activities belong to; 0 before the first one, or before the run is built
+        again."""
         self._liveness.begin_step(step)
 
     def working(self, activity: str, kind: Kind | None = None) -> AbstractContextManager[None]:

@@ -4,8 +4,10 @@ The trainer hands over micro-batches and gets a :class:`StepResult`; it never na
 contract: gradients are those of ``sum(loss) / sum(num_targets)`` over the global batch.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -22,7 +24,7 @@ from drawbar.models.heads import longest_input
 from drawbar.models.lora import FrozenBaseInfo, saved_tensors
 from drawbar.optim.schedules import learning_rate_scale
 from drawbar.optim.state import check_optimizer_state
-from drawbar.parallel.buffers import share_buffers
+from drawbar.parallel.buffers import copy_buffers, share_buffers
 from drawbar.parallel.fsdp import free_gathered
 from drawbar.parallel.weights import check_weights
 from drawbar.runtime.log import logger
@@ -57,9 +59,10 @@ class Engine:
         self.updater = parts.updater
         self._local = parts.model
         self._state = parts.state
-        self.approve: Callable[[torch.Tensor, torch.Tensor], bool] = lambda loss, grad_norm: True
-        """(loss, gradient norm) of a step, both 0-d → whether to update the weights; the same on every rank. Another
-        library's engine (``Strategy.has_engine``) updates them in any case."""
+        self.approve: Callable[[torch.Tensor, torch.Tensor], bool] | None = None
+        """(loss, gradient norm) of a step, both 0-d → whether to update the weights; the same on every rank. Also asked
+        where fp16 overflows because the loss is not finite. Another library's engine (``Strategy.has_engine``) updates
+        the weights in any case."""
         world.set_group_timeouts()  # all process groups are there now
 
     @property
@@ -96,12 +99,21 @@ class Engine:
         divisor = num_targets or 1.0  # a batch without targets has no loss and no gradient
         # executors average over the ranks that see different tokens; the loss contract requires the sum
         scale = self.updater.loss_scale * self.world.dp_ranks.size * self.world.dims.cp / divisor
+        restore_buffers = None if self.approve is None else copy_buffers(self.module)
         loss_sum = self.executor.forward_backward(micro_batches, scale)
         loss = self.world.dp_ranks.sum_tensor(loss_sum.clone()) / divisor
         self.world.set_activity("optimizer")
-        update = self.updater.step(lr, lambda grad_norm: self.approve(loss, grad_norm))
+        approves = partial(self._approves, loss)
+        update = self.updater.step(lr, approves)
+        rejected = update.rejected or (update.skipped and not math.isfinite(loss) and not approves(update.grad_norm))
+        if rejected and restore_buffers is not None:
+            restore_buffers()
         self.step += 1
-        return StepResult(loss, update.grad_norm, num_targets, lr, update.skipped, update.rejected, own_loss=loss_sum)
+        skipped = update.skipped and not rejected
+        return StepResult(loss, update.grad_norm, num_targets, lr, skipped, rejected, own_loss=loss_sum)
+
+    def _approves(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
+        return self.approve is None or self.approve(loss, grad_norm)
 
     def share_buffers(self) -> None:
         """Synchronize the buffers that training changes, before an evaluation; those of pipeline stages are left
@@ -186,7 +198,7 @@ class Engine:
 
         def inspect_first(loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
             inspect()
-            return kept(loss, grad_norm)
+            return kept is None or kept(loss, grad_norm)
 
         self.approve = inspect_first
         try:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import RunConfig
-from drawbar.distributed.device_mesh import build_mesh, replica_groups
+from drawbar.distributed.device_mesh import mesh_of, replica_groups
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.errors import UserError
@@ -403,7 +403,7 @@ def build_stages(task: Task, config: RunConfig, world: Distributed) -> EmptyStag
     if plan.pipeline is None:
         raise UserError(plan.pipeline_refusal, where="parallel.pipeline", remedy="set parallel.pipeline=1")
     assert isinstance(meta_model, PreTrainedModel), "only models of transformers have a pipeline plan"
-    mesh = build_mesh(world.dims, world.device)
+    mesh = mesh_of(world)
     parts = _build_stage_modules(meta_model, plan.pipeline, config, world, mesh["pp"].get_local_rank())
     return EmptyStages(parts, meta_model, plan, mesh, source, base)
 

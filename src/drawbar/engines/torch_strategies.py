@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.packing import IGNORED_LABEL
-from drawbar.distributed.device_mesh import another_group, build_mesh
+from drawbar.distributed.device_mesh import another_group, mesh_of
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainingForward, task_loss
 from drawbar.engines.local_model import (
@@ -112,7 +112,7 @@ def _build_on_mesh(task: Task, config: RunConfig, world: Distributed) -> EngineP
     if world.dims.cp > 1:
         check_context(world.device, task.label_placement)
     world.ensure_process_group()
-    mesh = build_mesh(world.dims, world.device)
+    mesh = mesh_of(world)
     local = build_shards(task, config, world, mesh)
     module = local.module
     context = ContextParallel(module, mesh["cp"], IGNORED_LABEL) if world.dims.cp > 1 else None
@@ -179,7 +179,7 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
         stages.stage_modules,
         parallel.schedule,
         stages.group,
-        another_group(stages.mesh, "pp"),
+        another_group(world, "pp"),
         world.device,
         stages.hidden_size,
         precision,

@@ -148,7 +148,7 @@ def _report(end: End, observer: Observer, run_dir: Path | None) -> End:
     if end.message:
         print(end.message, file=sys.stderr)
     if end.is_abnormal and run_dir is not None and (observer.guilty or not observer.has_other_nodes):
-        autopsy = write_autopsy(run_dir, end.message, observer.ranks, node_name())
+        autopsy = write_autopsy(run_dir, end.message, observer.ranks, node_name(), has_hung=observer.found_stuck)
         if autopsy is not None:
             print(f"  more:  {autopsy}", file=sys.stderr)
     return end

@@ -13,14 +13,18 @@ from drawbar.util.run_dir import CONFIG_FILE, LOCK_FILE, newest_step
 AUTOPSY_FILE = "autopsy.md"
 
 
-def write_autopsy(run_dir: Path, message: str, ranks: list[WatchedRank], host: str) -> Path | None:
-    """Write what is known of the ranks of this launcher. Returns the file; None without a directory of this run."""
+def write_autopsy(run_dir: Path, message: str, ranks: list[WatchedRank], host: str, *, has_hung: bool) -> Path | None:
+    """Write what is known of the ranks of this launcher. Returns the file; None without a directory of this run.
+
+    Args:
+        has_hung: whether the ranks have waited long enough for their collectives to be known.
+    """
     if not _is_ours(run_dir, ranks):
         return None
     path = run_dir / AUTOPSY_FILE
     with suppress(OSError):
         with replacing(path, durable=False) as file:
-            file.write(_text(run_dir, message, ranks, host).encode())
+            file.write(_text(run_dir, message, ranks, host, has_hung).encode())
         return path
     return None
 
@@ -35,16 +39,16 @@ def _is_ours(run_dir: Path, ranks: list[WatchedRank]) -> bool:
     return False
 
 
-def _text(run_dir: Path, message: str, ranks: list[WatchedRank], host: str) -> str:
+def _text(run_dir: Path, message: str, ranks: list[WatchedRank], host: str, has_hung: bool) -> str:
     step = newest_step(run_dir)
     resumes = f"resumes from the checkpoint of step {step}" if step >= 0 else "starts over: there is no checkpoint yet"
     parts = [
         f"# Why the run {run_dir.name} ended on {host}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}",
         f"```text\n{visible(message)}\n```",
         f"The same command {resumes}.",
-        "| rank | process | was doing | for | ended | collectives begun |\n| --- | --- | --- | --- | --- | --- |\n"
-        + "\n".join(_row(rank) for rank in ranks),
-        *_unequal_collectives(ranks),
+        "| rank | process | was doing | for | ended | collectives begun by its last heartbeat |\n"
+        "| --- | --- | --- | --- | --- | --- |\n" + "\n".join(_row(rank) for rank in ranks),
+        *(_unequal_collectives(ranks) if has_hung else []),
     ]
     for rank in ranks:
         parts.append(f"## Stacks of rank {rank.rank}\n\n```text\n{visible(rank.dumped().strip())}\n```")

@@ -114,7 +114,7 @@ def report_failure(error: BaseException, path: str | None = None, *, lost_a_rank
         "lost_a_rank": lost_a_rank or lost_peer,
         "origin": getattr(error, "origin", ""),
     }
-    message = str(error) if user_error else f"{type(error).__name__}: {error}"
+    message = str(error) if user_error else f"{type(error).__name__}: {error}".removesuffix(": ")
     try:
         with replacing(Path(path), durable=False) as file:
             file.write(json.dumps({"message": {"message": message, "extraInfo": extra}}).encode())

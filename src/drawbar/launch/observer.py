@@ -152,6 +152,8 @@ class Observer:
         self.verdict: UserError | None = None
         """Which rank was stuck, and where."""
         self.guilty: WatchedRank | None = None
+        self.found_stuck = False
+        """Whether the verdict is that a rank was stuck."""
         """That rank, if it is one of this launcher's."""
         self._limits, self._timeout, self._host = limits, timeout, host
         self._longest: dict[Kind, float] = {}
@@ -258,7 +260,8 @@ class Observer:
         return None
 
     def _condemn(self, guilty: WatchedRank) -> None:
-        how, remedy = f"has made no progress for {guilty.seconds:.0f} s", self._remedy(guilty.pulse.kind)
+        self.found_stuck = True
+        how, remedy = f"has made no progress for {guilty.seconds:.0f} s", self._remedy(guilty)
         if guilty.is_stopped:
             guilty.send(signal.SIGCONT)  # it then writes its stacks, before anything else
             read_stacks([guilty])
@@ -288,6 +291,8 @@ class Observer:
     def has_other_nodes(self) -> bool:
         return bool(self._host)
 
-    def _remedy(self, kind: Kind) -> str:
-        setting = f"launch.limits.{kind}" if kind in type(self._limits).model_fields else "launch.timeout"
+    def _remedy(self, guilty: WatchedRank) -> str:
+        kind = guilty.pulse.kind
+        has_limit = kind in type(self._limits).model_fields and guilty.seconds > self.limit(kind)
+        setting = f"launch.limits.{kind}" if has_limit else "launch.timeout"  # for which others have waited in vain
         return f"see what that line waits for; if it was at work, set {setting}=SECONDS above what it needs"

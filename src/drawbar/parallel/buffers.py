@@ -1,6 +1,6 @@
 """Synchronizes buffers that training changes and that differ between ranks, such as batch norm's running statistics."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -30,13 +30,23 @@ def share_buffers(model: nn.Module, groups: Iterable[dist.ProcessGroup]) -> None
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
     """Context manager that restores the buffers on exit."""
-    found = (buffer.to_local() if isinstance(buffer, DTensor) else buffer for buffer in model.buffers())
-    buffers = [(buffer, buffer.clone()) for buffer in found]
+    restore = copy_buffers(model)
     try:
         yield
     finally:
+        restore()
+
+
+def copy_buffers(model: nn.Module) -> Callable[[], None]:
+    """A function that restores the buffers as they are now."""
+    found = (buffer.to_local() if isinstance(buffer, DTensor) else buffer for buffer in model.buffers())
+    buffers = [(buffer, buffer.clone()) for buffer in found]
+
+    def restore() -> None:
         with torch.no_grad():
             for buffer, before in buffers:
                 # an expanded tensor cannot be written to, so it has not changed either
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
+
+    return restore

@@ -315,7 +315,7 @@ def _encode(task: Task, opened: OpenedSplit, config: RunConfig, world: Distribut
         name=opened.name,
         on_bad_record=on_bad_record,
         progress=progress,
-        timeout=config.launch.timeout,
+        timeout=config.launch.limits.start,
         eager=world.rank_info.local_rank == 0,
     )
 

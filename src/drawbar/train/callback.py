@@ -89,8 +89,8 @@ class Callback:
         """Called when training ends with this error, on the ranks that raise it, which may not be all."""
 
     def on_train_end(self, run: RunHandle) -> None:
-        """Called on every rank after this process's last step, or the last before the run goes back to a checkpoint,
-        once every checkpoint is written. Not called if a step fails."""
+        """Called once on every rank, after this process's last step and once every checkpoint is written. Not called if
+        a step fails."""
 
 
 CALLBACKS: Registry[type[Callback]] = Registry("callback", "drawbar.callbacks")

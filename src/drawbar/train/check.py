@@ -53,6 +53,7 @@ def check_on_samples(
             ``engine.check_buffers`` do.
     """
     train, validation = opened
+    world.set_activity("trying the task on a sample")
     check_saved_state(task, engine)
     tried = first_samples(train, task, config, world, console)
     check_task(task, engine, tried)

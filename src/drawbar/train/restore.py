@@ -91,6 +91,7 @@ def restore_rest(
     if forked:
         progress.best_step = progress.best_score = None
         progress.evaluations_since_best = 0
+        progress.recent, progress.went_back_to = [], None
         progress.evaluated_step = progress.step  # do not evaluate a fork before its own first step
     else:
         find_best = partial(_best_with_checkpoint, progress, CheckpointDirectory(start.checkpoint.parent))

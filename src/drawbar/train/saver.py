@@ -113,6 +113,11 @@ class AsyncWriter:
             _drop_snapshot(error)
             self._error = self._error or error
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether ``pop_error`` has an error."""
+        return self._error is not None
+
     def pop_error(self, kind: type[BaseException] = BaseException) -> BaseException | None:
         """Return and clear the error of the first failed write if it is of this kind; else return None."""
         if not isinstance(self._error, kind):
@@ -196,7 +201,7 @@ class Saver:
         world.end_only_after(self._writer.is_writing)
         resumed = world.from_rank0(lambda: progress.step in self._directory.steps(), "looking at the checkpoints")
         self._last_saved: RunProgress | None = replace(progress) if resumed else None
-        self._saved_before_last = self._last_saved
+        self._saved_before_last = self._before_amendment = self._last_saved
         self._confirmed_best = (progress.best_step, progress.best_score)  # of the newest save known to have succeeded
         self.first_step = progress.step + 1
         """First step that this process makes."""
@@ -234,6 +239,14 @@ class Saver:
         if progress.best_step == saved.step != self._confirmed_best[0]:
             self._wait_and_agree(progress)
 
+    def amend_newest(self, progress: RunProgress) -> bool:
+        """Update the progress and the position in the data in the newest checkpoint, which has this step, and wait for
+        it. Returns whether that has worked, on all ranks. Collective."""
+        self.save(progress)
+        with self._world.barrier_after(self._writing, Kind.SAVE):
+            self._writer.wait()
+        return all(self._world.all_gather(not self._writer.has_failed))
+
     def check_buffers(self) -> None:
         """Raise UserError if a resumed run could no longer load the model's buffers."""
         self._engine.check_buffers()
@@ -242,12 +255,13 @@ class Saver:
         """Save this step; if it already has a checkpoint, update only the progress and the position in the data.
         Changes the best step and score in ``progress`` as ``confirm_best`` does. Collective."""
         if self.last_saved_progress is not None and self.last_saved_progress.step == progress.step:
-            self._last_saved = replace(progress)
+            self._before_amendment, self._last_saved = self.last_saved_progress, replace(progress)
             changes = {"progress": progress.state(), "data": self._loader.state()}
             if self._world.is_rank0:
                 amend = partial(self._directory.update_state, progress.step, changes)
                 self._writer.submit_after_success(self._background_write(progress, amend))
             return
+        assert self._engine.step == progress.step, "a checkpoint has the weights of its step"
         self.check_buffers()
         self._wait_and_agree(progress)  # never two copies in host memory
         begin = time.monotonic()
@@ -264,6 +278,7 @@ class Saver:
             progress.step, values, partial(self._ensure_free_space, progress.step, progress.best_step)
         )
         self._saved_before_last, self._last_saved = self._last_saved, replace(progress)
+        self._before_amendment = self._last_saved
         if write is not None:
             self._writer.submit(self._background_write(progress, partial(self._timed, begin, write)))
 
@@ -287,6 +302,10 @@ class Saver:
             return
         if saved.step not in self._failed:  # it was another rank's disk
             self._warn_of_skipped_save(saved.step, faults[0])
+        step = saved.step
+        if self._world.from_rank0(lambda: step in self._directory.steps(), "looking at the checkpoints"):
+            self._last_saved = self._before_amendment  # which alone, or what follows the save, has failed
+            return
         self._last_saved = self._saved_before_last
         # a run that is still at that step is about to save it again. ``evaluations_since_best`` is unchanged, as the
         # model did improve

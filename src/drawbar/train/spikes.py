@@ -28,7 +28,7 @@ def deviations(value: float, before: Sequence[float]) -> float:
 
     The values are compared by their logarithms, as losses and gradient norms vary by factors; those without one are
     left out. The deviation is 1.4826 times the median absolute deviation (Leys et al. 2013,
-    doi:10.1016/j.jesp.2013.03.013), but at least 0.05, and 2/n for n values, as a few values happen to be close.
+    doi:10.1016/j.jesp.2013.03.013), but at least 0.1, and 2/n for n values, as a few values happen to be close.
     """
     if not math.isfinite(value):
         return math.inf
@@ -37,7 +37,7 @@ def deviations(value: float, before: Sequence[float]) -> float:
         return 0.0
     middle = median(logs)
     spread = 1.4826 * median(abs(log - middle) for log in logs)
-    return (math.log(value) - middle) / max(spread, 0.05, 2 / len(logs))
+    return (math.log(value) - middle) / max(spread, 0.1, 2 / len(logs))
 
 
 class HostCopy:
@@ -70,7 +70,9 @@ class SpikeWatch:
         self._recent = run.progress.recent
         self._newest: tuple[int, list[int], HostCopy, HostCopy] | None = None
         self._what = ""
-        if self._action != "warn":
+        if self._action == "warn":
+            run.progress.recent = []  # a run that decides again begins anew
+        else:
             run.engine.approve = self._approve
 
     def look(self, agreed: SynchronizedStep, result: StepResult) -> bool:
@@ -106,7 +108,7 @@ class SpikeWatch:
     def _add(self, loss: float, grad_norm: float) -> None:
         self._what = ""
         for place, (name, value) in enumerate((("loss", loss), ("gradient norm", grad_norm))):
-            before = [values[place] for values in self._recent]
+            before = [values[place] for values in self._recent if not values[2]]
             if deviations(value, before) > self._threshold:
                 usual = f", and the median of the steps before is {median(before):.4g}" if before else ""
                 self._what = f"the {name} is {value:,.6g}{usual}"
@@ -115,8 +117,10 @@ class SpikeWatch:
 
     def _samples_of_all(self, ids: Sequence[int], own_loss: float) -> str:
         """The samples of the step, beginning with those of the rank with the largest loss. Collective."""
-        shares = self._run.world.all_gather((own_loss, ids))
-        ranks = sorted(range(len(shares)), key=lambda rank: (math.isfinite(shares[rank][0]), -shares[rank][0]))
+        world = self._run.world
+        gathered = enumerate(world.all_gather((own_loss, ids) if world.dp_ranks.is_dp_leader else None))
+        shares = {rank: share for rank, share in gathered if share is not None}
+        ranks = sorted(shares, key=lambda rank: (math.isfinite(shares[rank][0]), -shares[rank][0]))
         if len(ranks) == 1:
             return _shown(ids)
         more = f"; and those of {len(ranks) - _SHOWN_RANKS} more ranks" if len(ranks) > _SHOWN_RANKS else ""
@@ -132,7 +136,7 @@ class SpikeWatch:
                 spike + more,
                 where=f"samples {samples}",
                 remedy="look at these samples, lower optim.lr or lengthen optim.warmup; the same command goes on after "
-                "them; if such steps are normal here, raise train.spike_threshold",
+                "them; if such values are normal here, raise train.spike_threshold",
             )
             error.origin = EVERY_RANK
             self._run.stop.fail(error)
@@ -143,15 +147,21 @@ class SpikeWatch:
     def _go_back(self, step: int) -> bool:
         """Let the newest checkpoint go on with the samples after this step, also in another process. Returns whether
         there is one. Collective."""
-        saved = self._run.saver.newest(self._run.progress)
-        if saved is None:
-            logger.warning("there is no checkpoint to go back to: the run continues without this update")
+        progress, saver = self._run.progress, self._run.saver
+        saved = saver.newest(progress)
+        if saved is None or saved.step == progress.went_back_to:
+            why = "this run has no checkpoint to go back to"
+            if saved is not None:
+                why = "the run has gone back to its newest checkpoint before"
+            logger.warning("%s: the run continues without this update", why)
+            return False
+        changed = replace(saved, recent=self._recent, went_back_to=saved.step)
+        if not saver.amend_newest(changed):
             return False
         logger.warning(
             "the run goes back to step %d, without the samples trained since then, up to step %d", saved.step, step
         )
-        vars(self._run.progress).update(vars(replace(saved, recent=self._recent)))
-        self._run.saver.save(self._run.progress)
+        vars(progress).update(vars(changed))
         return True
 
 

@@ -25,6 +25,9 @@ class RunProgress:
     """Loss, gradient norm, and 1 for a spike, of the latest steps, if ``train.on_spike`` decides from them. Replaced in
     each step, never changed."""
 
+    went_back_to: int | None = None
+    """The checkpoint that the run has last gone back to: it does so once for each."""
+
     def advance(self, result: StepResult) -> None:
         self.step += 1
         self.num_targets += result.num_targets

@@ -123,6 +123,7 @@ class Trainer:
                     request, trackers = request.again(), make_trackers(self.config.tracking)
                     del run
                     gc.collect()  # the model is about to be built again
+                    world.begin_step(0)
         finally:
             console.stop()
             lock.release()
@@ -172,7 +173,10 @@ def _loop(run: Run, own: Sequence[Callback], guarded: Sequence[GuardedCallback])
     for agreed in synchronized_steps(steps, run.loader, run.engine, run.stop, run.world):
         result = make_step(run.engine, agreed)  # forward, backward, reduce, clip, update
         if spikes.look(agreed, result):
+            asked_before = run.stop.reason
             run.goes_back = not run.stop.agree()
+            if Reason.SAVE in (asked_before, run.stop.reason):
+                run.stop.request(Reason.SAVE)  # a callback's: the next step is saved
             break
         run.progress.advance(result)
         last, waited = agreed.step == run.total_steps, run.loader.waited
@@ -182,7 +186,7 @@ def _loop(run: Run, own: Sequence[Callback], guarded: Sequence[GuardedCallback])
     spikes.warn()
     if run.stop.reason >= Reason.FAILED:
         share_failures(guarded, run.world)
-    for callback in run.callbacks:
+    for callback in own if run.goes_back else run.callbacks:
         callback.on_train_end(run.handle)
 
 

@@ -92,13 +92,32 @@ def test_a_rank_at_work_has_no_deadline() -> None:
 
 
 def test_a_rank_at_work_that_makes_no_progress_has_a_limit() -> None:
-    limits = LimitsSection.model_construct(callback=1)
+    limits = LimitsSection.model_construct(callback=2)
     with ranks(2, timeout=1, limits=limits) as (first, second):
         operation = Operation()
         with second.working("the callback Endless.on_step", Kind.CALLBACK):
             began = time.monotonic()
             assert "rank 1 (the callback Endless.on_step); no heartbeat" in error_of(first, operation)
-            assert time.monotonic() - began > 1.5  # the limit, and then the timeout
+            assert time.monotonic() - began > 1.5
+
+
+def test_a_rank_may_take_longer_for_its_start_and_its_steps_than_the_timeout() -> None:
+    limits = LimitsSection.model_construct(start=60, step=60)
+    with ranks(2, timeout=0.5, limits=limits) as (first, second):
+        for step in (0, 1, 2):
+            second.begin_step(step)  # and now it is silent for longer than the timeout
+            operation = Operation()
+            threading.Timer(1.5, operation.ended.set).start()
+            wait(first, operation)
+
+
+def test_a_run_that_is_built_again_has_the_limits_of_a_start() -> None:
+    with ranks(1, timeout=1) as (rank,):
+        kinds = []
+        for step in (1, 2, 3, 0, 3, 4):
+            rank.begin_step(step)
+            kinds.append(rank._pulse.kind)
+        assert kinds == [Kind.START, Kind.STEP, Kind.STEP, Kind.START, Kind.START, Kind.STEP]
 
 
 def test_progress_is_a_sign_of_life() -> None:
@@ -128,16 +147,23 @@ def error_of(rank: Liveness, operation: Operation) -> str:
     return str(caught.value)
 
 
+def hang_in_step_7(rank: Liveness) -> None:
+    """As in a collective of torch."""
+    for step in (6, 7):
+        rank.begin_step(step)
+    rank.set_activity("backward")
+
+
 def test_a_rank_that_hangs_is_named_with_what_it_did() -> None:
     with ranks(3, timeout=0.4) as (first, second, third):
         with third.working("encoding train"):
             pass
-        third.set_activity("step 7")  # and then it hangs in a collective
+        hang_in_step_7(third)
         operation = Operation()
         thread = meanwhile(lambda: error_of(second, operation))
         message = error_of(first, operation)
         thread.join()
-    assert "rank 0 waited 0.4s for the others at the test: rank 2 (step 7); no heartbeat" in message
+    assert "rank 0 waited 0.4s for the others at the test: rank 2 (step 7, backward); no heartbeat" in message
     assert "rank 1" not in message
     assert "launch.timeout" in message
 
@@ -161,9 +187,9 @@ def test_a_rank_0_that_is_stopped_is_named() -> None:
 def test_a_rank_0_that_hangs_is_named() -> None:
     """While its thread reads the entries of all."""
     with ranks(3, timeout=0.4) as (first, second, third), third.working("hashing"):
-        first.set_activity("step 7")
+        hang_in_step_7(first)
         message = error_of(second, Operation())
-    assert "rank 1 waited 0.4s for the others at the test: rank 0 (step 7); no heartbeat" in message
+    assert "rank 1 waited 0.4s for the others at the test: rank 0 (step 7, backward); no heartbeat" in message
     assert "rank 2" not in message
 
 

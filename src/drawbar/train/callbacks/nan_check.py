@@ -24,9 +24,11 @@ def check_finite(info: StepInfo, run: Run) -> None:
 
 
 def _ranks_without_loss(info: StepInfo, world: Distributed) -> str:
-    found = enumerate(world.all_gather(math.isfinite(info.result.own_loss)))
-    ranks = [str(rank) for rank, is_finite in found if not is_finite]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if 0 < len(ranks) < world.size else EVERY_RANK
+    own = math.isfinite(info.result.own_loss) if world.dp_ranks.is_dp_leader else None  # others have the same samples
+    found = world.all_gather(own)
+    ranks = [str(rank) for rank, is_finite in enumerate(found) if is_finite is False]
+    is_known = ranks and True in found
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if is_known else EVERY_RANK
 
 
 def _check(info: StepInfo, saver: Saver) -> None:
