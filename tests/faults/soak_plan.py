@@ -69,7 +69,7 @@ class Fault:
 
 
 INSIDE = {"kill": 5, "crash": 4, "exit": 3, "interrupt": 3, "raise": 5, "stop": 1, "spin": 1, "hold": 1}
-LOSSES = {name: weight for name, weight in INSIDE.items() if name not in ("exit", "interrupt", "raise")}
+LOSSES = {name: weight for name, weight in INSIDE.items() if name not in ("interrupt", "raise")}
 """After these the launcher starts the ranks again by itself."""
 OUTSIDE = {
     "SIGKILL to a rank": 3,
