@@ -32,7 +32,7 @@ def deviations(value: float, before: Sequence[float]) -> float:
     """
     if not math.isfinite(value):
         return math.inf
-    logs = [math.log(other) for other in before if other > 0]
+    logs = [math.log(other) for other in before if 0 < other < math.inf]
     if value <= 0 or len(logs) < _FEWEST:
         return 0.0
     middle = median(logs)
@@ -67,13 +67,13 @@ class SpikeWatch:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._action, self._threshold = run.config.train.on_spike, run.config.train.spike_threshold
-        self._recent = run.progress.recent
-        self._newest: tuple[int, list[int], HostCopy, HostCopy] | None = None
-        self._what = ""
         if self._action == "warn":
             run.progress.recent = []  # a run that decides again begins anew
         else:
             run.engine.approve = self._approve
+        self._recent = run.progress.recent
+        self._newest: tuple[int, list[int], HostCopy, HostCopy] | None = None
+        self._what = ""
 
     def look(self, agreed: SynchronizedStep, result: StepResult) -> bool:
         """Call after each step. Returns whether the run must go back to its newest checkpoint; the same on every

@@ -105,6 +105,7 @@ def test_deviations_do_not_depend_on_the_unit(values: list[float], unit: float) 
         (0.1, [0.001 * 3 ** (step % 5 - 2) for step in range(100)], False),  # a loss that varies by factors
         (50.0, [0.001 * 3 ** (step % 5 - 2) for step in range(100)], False),
         (1e9, [1.0, 1.0], False),
+        (1e9, [1.0, 1.0, 1.0, 1.0, math.inf, math.nan], True),
         (0.0, [1.0] * 50, False),
         (-3.0, [-2.0] * 50, False),
         (math.inf, [], True),
