@@ -345,8 +345,10 @@ def _begun_collectives(is_stuck: bool) -> pulse.Collectives:
 
 def _newest_collectives() -> dict[str, str]:
     """The newest collective in each process group, as torch's flight recorder has it: ``gloo:all_reduce [[3]]``."""
-    entries = json.loads(torch_internals._dump_fr_trace_json()).get("entries", [])
-    return {entry["process_group"][0]: f"{entry['profiling_name']} {entry['input_sizes']}" for entry in entries}
+    with suppress(Exception):  # its format may change with torch's version, and heartbeats must go on
+        entries = json.loads(torch_internals._dump_fr_trace_json()).get("entries", [])
+        return {entry["process_group"][0]: f"{entry['profiling_name']} {entry['input_sizes']}" for entry in entries}
+    return {}
 
 
 def _has_ended(operation: dist.Work, seconds: float) -> bool:

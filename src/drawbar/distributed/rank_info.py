@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -103,6 +103,11 @@ class RankInfo:
 def node_name(environ: Mapping[str, str] = os.environ) -> str:
     """What messages call this node. Slurm's name may differ from the host's."""
     return environ.get(NODE) or environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 1``, ``ranks 1, 3``"""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def has_rank(environ: Mapping[str, str] = os.environ) -> bool:

@@ -5,7 +5,7 @@ from torch import nn
 
 from drawbar.config.io.user_modules import cause
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.rules.parallel_rules import FP8_TRAINING
+from drawbar.config.rules.parallel_rules import TRAINING
 from drawbar.config.rules.rule_table import RULES, check_rules
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.config.strategies import AUTO
@@ -83,7 +83,7 @@ def check_machine(config: RunConfig, world: Distributed, trains: bool = True) ->
         UserError: settings do not combine here, or a compiler or a library is missing.
     """
     config = choose_dtypes(config, world.device)
-    check_rules(_resolved_for_rules(config, world), RULES + FP8_TRAINING if trains else RULES)
+    check_rules(_resolved_for_rules(config, world), RULES + TRAINING if trains else RULES)
     if config.parallel.compile:
         check_compiler(world.device, world.rank_info.local_world_size)
     if config.parallel.fp8 is not None and trains:

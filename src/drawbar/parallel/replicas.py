@@ -36,11 +36,6 @@ def unequal_replicas(
     return {name: sorted(found.values(), key=len, reverse=True) for (name, _), found in seen.items() if len(found) > 1}
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _shard_key(name: str, tensor: Tensor) -> ShardKey:
     if not isinstance(tensor, DTensor):
         return name, ()
@@ -50,5 +45,6 @@ def _shard_key(name: str, tensor: Tensor) -> ShardKey:
 
 
 def _digest(tensor: Tensor) -> bytes:
-    numbers = local(tensor).cpu().contiguous().flatten().view(torch.uint8)
+    shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    numbers = shard.detach().cpu().contiguous().flatten().view(torch.uint8)
     return xxhash.xxh3_128_digest(numbers.numpy())

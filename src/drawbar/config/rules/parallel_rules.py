@@ -311,7 +311,7 @@ KERNELS = (
 
 PARALLEL: tuple[Rule, ...] = DATA_PARALLEL + MODEL_PARALLEL + KERNELS
 
-FP8_TRAINING = (
+TRAINING = (
     Rule(
         "check_replicas",
         ("parallel.strategy", "parallel.check_replicas"),

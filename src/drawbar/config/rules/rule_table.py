@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from drawbar.config.io.fields import lookup, show
 from drawbar.config.io.load_config import LoadedConfig
-from drawbar.config.rules.parallel_rules import FLEX_TRAINING, FP8_TRAINING, PADDING_FREE, PARALLEL
+from drawbar.config.rules.parallel_rules import FLEX_TRAINING, PADDING_FREE, PARALLEL, TRAINING
 from drawbar.config.rules.rule import Rule, one_error
 from drawbar.config.schema.data_section import Sources, SourceSection
 from drawbar.config.schema.guest_section import from_guests
@@ -266,7 +266,7 @@ RULES: tuple[Rule, ...] = (*PARALLEL, *chain(*from_guests("rules")), *ADAPTERS)
 
 TRAIN_RULES: tuple[Rule, ...] = (
     FLEX_TRAINING,
-    *FP8_TRAINING,
+    *TRAINING,
     *PADDING_FREE,
     *BATCHES_AND_STEPS,
     *SOURCES_AND_STREAMS,

@@ -3,6 +3,7 @@
 import math
 
 from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import name_ranks
 from drawbar.errors import EVERY_RANK, ExitCode, UserError
 from drawbar.train.run import Run
 from drawbar.train.saver import Saver
@@ -26,9 +27,8 @@ def check_finite(info: StepInfo, run: Run) -> None:
 def _ranks_without_loss(info: StepInfo, world: Distributed) -> str:
     own = math.isfinite(info.result.own_loss) if world.dp_ranks.is_dp_leader else None  # others have the same samples
     found = world.all_gather(own)
-    ranks = [str(rank) for rank, is_finite in enumerate(found) if is_finite is False]
-    is_known = ranks and True in found
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if is_known else EVERY_RANK
+    ranks = [rank for rank, is_finite in enumerate(found) if is_finite is False]
+    return name_ranks(ranks) if ranks and True in found else EVERY_RANK
 
 
 def _check(info: StepInfo, saver: Saver) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 
+from drawbar.distributed.rank_info import name_ranks
 from drawbar.errors import EVERY_RANK, ExitCode, UserError
 from drawbar.parallel.replicas import unequal_replicas
 from drawbar.train.callback import Callback, RunHandle
@@ -29,7 +30,7 @@ def _refuse(unequal: Mapping[str, list[list[int]]], step: int) -> None:
     name, (most, *others) = next(iter(unequal.items()))
     odd = [rank for ranks in others for rank in ranks]
     known = len(most) > len(others[0])  # else there is no telling which are right
-    named = _ranks(odd if known else sorted(most + odd))
+    named = name_ranks(odd if known else sorted(most + odd))
     error = UserError(
         f"after step {step}, the weights of {named} differ from "
         f"{'those that the other ranks hold' if known else 'one another'}: {name}"
@@ -41,7 +42,3 @@ def _refuse(unequal: Mapping[str, list[list[int]]], step: int) -> None:
     )
     error.origin = named if known else EVERY_RANK
     raise error
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
