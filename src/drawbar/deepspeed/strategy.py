@@ -86,7 +86,7 @@ def _build_one_model(task: Task, config: RunConfig, world: Distributed) -> Engin
     # after the model: adapters draw random numbers here, too, and must not change those that the model starts from
     meta_model = prepared_meta_model(build_meta_model(task), config, local.base)
     check_shardable(local.module, "DeepSpeed")
-    optimizer = _optimizer(local.module, config)
+    optimizer = _optimizer(local, config)
     values = _json(config, world)
     ds_engine = initialize_deepspeed(local.module, optimizer, values, world.device, is_zero3=stage == 3)
     local = replace(
@@ -131,8 +131,9 @@ def _partitioned(task: Task, config: RunConfig, world: Distributed) -> tuple[Loc
     return LocalModel(model, model, base, cross_entropy=cross_entropy), source
 
 
-def _optimizer(module: nn.Module, config: RunConfig) -> Optimizer:
-    (optimizer,) = build_optimizers(module, config.optim)  # rules refuse muon and bf16 moments, which may make two
+def _optimizer(local: LocalModel, config: RunConfig) -> Optimizer:
+    # the rules refuse muon and bf16 moments, which may make two
+    (optimizer,) = build_optimizers(local.module, config.optim, local.meta_model)
     return optimizer
 
 
@@ -177,7 +178,7 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
     pipeline_inference = stages.pipeline_inference(world)
     local, tied = _fill_stages(stages, task, config, world)
     check_shardable(local.module, "DeepSpeed")
-    optimizer = _optimizer(local.module, config)
+    optimizer = _optimizer(local, config)
     _check_groups(optimizer, world)
     values = {**_json(config, world), **_FOR_PIPELINES}
     values.pop("tensor_parallel", None)  # shard_layers has sharded the layers already
@@ -229,8 +230,9 @@ def _check_groups(optimizer: Optimizer, world: Distributed) -> None:
     number = len(optimizer.param_groups)
     if world.max(number) != -world.max(-number):
         raise UserError(
-            "some stages train matrices as well as norms or biases, others only one of the two: "
+            "the stages have different numbers of parameter groups (by learning rate and weight decay): "
             "DeepSpeed's gradient norm needs the same in every stage",
             where="parallel.strategy=deepspeed",
-            remedy="set parallel.strategy=ddp, or train the same modules in every stage",
+            remedy="set parallel.strategy=ddp, or train the same modules in every stage, without optim.groups and "
+            "optim.layer_lr_decay",
         )

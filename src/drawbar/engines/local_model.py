@@ -28,6 +28,7 @@ from drawbar.models.lora import (
 from drawbar.models.packed import PACKED_FAMILIES, allow_packing
 from drawbar.models.plans import plan_for
 from drawbar.models.segments import use_known_padding
+from drawbar.optim.groups import freeze
 from drawbar.parallel.apply import parallelize
 from drawbar.parallel.fp8 import compute_in_fp8
 from drawbar.parallel.model_plan import ModelParallelPlan, PipelinePlan
@@ -109,13 +110,14 @@ def _persistent_buffers(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def prepared_meta_model(meta_model: nn.Module, config: RunConfig, base: FrozenBaseInfo | None) -> nn.Module:
-    """The meta model as the run trains it: with any LoRA adapters, and trained weights in fp32.
+    """The meta model as the run trains it: with any LoRA adapters, frozen parameters, and trained weights in fp32.
 
     Args:
         base: see ``LocalModel``.
     """
     if config.lora is not None and base is not None:
         add_adapters(meta_model, config.lora, base.without_file)
+    freeze(meta_model, config.optim)
     keep_trained_weights_in_fp32(meta_model)
     return meta_model
 
@@ -201,6 +203,7 @@ def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBase
     model, base = _read_adapted(task, config) or _compute_adapted(task, config)
     if config.lora is not None and task.task_context.trains:
         logger.info(describe_adapters(model))
+    freeze(model, config.optim)
     low = keep_trained_weights_in_fp32(model)
     if low:
         dtypes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in low))

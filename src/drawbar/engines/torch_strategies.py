@@ -149,7 +149,7 @@ def assemble(
         shards_logits=_shards_logits(task, world),
         loss_in_head=local.loss_in_head,
     )
-    optimizers = [wrap_optimizer(optimizer) for optimizer in build_optimizers(local.module, config.optim)]
+    optimizers = list(map(wrap_optimizer, build_optimizers(local.module, config.optim)))
     return _with_optimizers(config, world, local, executor, optimizers, model_squared_norm, world.is_rank0)
 
 
@@ -208,7 +208,7 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
         shards_logits=_shards_logits(task, world),
         loss_in_head=local.loss_in_head,
     )
-    optimizers = build_optimizers(local.module, config.optim)
+    optimizers = build_optimizers(local.module, config.optim, local.meta_model)
     norm = StagesSquaredNorm(stages.group, tied)
     parts = _with_optimizers(config, world, local, executor, optimizers, norm, world.dims.is_stage_leader(world.rank))
     return EngineParts(local, executor, parts.updater, StagesState(parts.state, local, config, world, stages.tied_name))

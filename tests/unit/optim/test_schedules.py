@@ -104,11 +104,11 @@ def test_rises_then_never_rises_again(
     assert all(0.0 <= scale <= 1.0 for scale in scales)
 
 
-def test_set_learning_rate_reaches_every_group() -> None:
+def test_each_group_has_its_share_of_the_learning_rate() -> None:
     def optimizer() -> torch.optim.Optimizer:
-        groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.2)]
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr_scale": scale} for scale in (1.0, 0.5)]
         return torch.optim.SGD(groups)
 
     optimizers = [optimizer(), optimizer()]
     set_learning_rate(optimizers, 0.03)
-    assert [group["lr"] for o in optimizers for group in o.param_groups] == [0.03] * 4
+    assert [group["lr"] for o in optimizers for group in o.param_groups] == [0.03, 0.015] * 2

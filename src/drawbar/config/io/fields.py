@@ -69,8 +69,8 @@ def suggestions(settings: dict[str, Setting], key: str) -> list[str]:
         return ours
     section, _, name = key.rpartition(".")
     same = [known for known in settings if known.rpartition(".")[2] == name]
-    if same and not section:  # a setting without its section
-        return same
+    if same and not section:  # a setting without its section; optim.lr rather than optim.groups.lr
+        return [known for known in same if known.count(".") == min(one.count(".") for one in same)]
     near = nearest(name, children(settings, section))
     beside = [f"{section}.{near}" if section else near] if near else []
     names = [known.rpartition(".")[2] for known in settings]

@@ -63,6 +63,10 @@ OUR_NAMES: dict[str, tuple[str, ...]] = {
     "clip_grad_norm": ("train.gradient_clip",),
     # the optimizer
     "learning_rate": ("optim.lr",),
+    "embedding_lr": ("optim.groups",),
+    "unfrozen_parameters": ("optim.groups",),
+    "layer_decay": ("optim.layer_lr_decay",),
+    "layerwise_lr_decay": ("optim.layer_lr_decay",),
     "adafactor": ("optim.name=adafactor",),
     "adam_beta1": ("optim.betas",),
     "adam_beta2": ("optim.betas",),

@@ -253,6 +253,27 @@ OPTIMIZATION = (
         "remove optim.decay, or set optim.schedule=wsd",
     ),
     Rule(
+        "frozen parameters under adapters",
+        ("lora", "optim.groups"),
+        lambda c: c.lora is not None and any(group.frozen for group in c.optim.groups),
+        "adapters freeze all else already, and checkpoints hold only what is trained",
+        "name what to adapt in lora.modules, and what to train besides in lora.train",
+    ),
+    Rule(
+        "frozen parameters with a learning rate",
+        ("optim.groups",),
+        lambda c: any(g.frozen and (g.lr, g.weight_decay) != (None, None) for g in c.optim.groups),
+        "frozen parameters have neither a learning rate nor weight decay",
+        "remove lr and weight_decay of these groups, or frozen",
+    ),
+    Rule(
+        "learning rates of groups",
+        ("optim.lr", "optim.groups"),
+        lambda c: c.optim.lr == 0 and any(group.lr for group in c.optim.groups),
+        "groups learn at a fixed share of optim.lr",
+        "set optim.lr to the largest learning rate of the groups, and freeze the others",
+    ),
+    Rule(
         "power",
         ("optim.schedule", "optim.power"),
         lambda c: c.optim.power != DEFAULTS.power and c.optim.schedule != "polynomial",

@@ -5,6 +5,7 @@ generated from it. The models are strict (no silent conversions), closed (an unk
 """
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -120,6 +121,27 @@ class TrainSection(Section):
     """How far above the median of the last 100 steps a spike is, in robust standard deviations of the logarithm."""
 
 
+def _regular_expression(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"expected a regular expression: {error}") from error
+    return text
+
+
+class ParameterGroup(Section):
+    """Settings for the parameters whose names match; what is not set is as for the others."""
+
+    match: Annotated[str, AfterValidator(_regular_expression)]
+    """A regular expression, found anywhere in the name: `lm_head`, `layers\\.[0-3]\\.`."""
+    lr: Annotated[float, Field(ge=0)] | None = None
+    """Peak learning rate, without `optim.layer_lr_decay`."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Weight decay; never applied to biases and norms."""
+    frozen: bool = False
+    """Do not train these parameters."""
+
+
 class OptimSection(Section):
     name: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"
     """The optimizer. `muon` updates the matrices inside the model; embeddings, norms and biases use AdamW."""
@@ -151,6 +173,11 @@ class OptimSection(Section):
     """Fraction of the schedule's steps that `wsd` spends decaying."""
     power: Annotated[float, Field(gt=0)] = 1.0
     """Exponent of `polynomial`."""
+    groups: list[ParameterGroup] = []
+    """Settings for some parameters, by name. A parameter belongs to the first group that matches."""
+    layer_lr_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Factor between the learning rates of a block and of the next: the last of n blocks has this share of the learning
+    rate, and what is before the first, such as embeddings, this share to the power of n + 1."""
 
 
 class LoraSection(Section):
