@@ -132,13 +132,13 @@ def _takes_settings(context: click.Context | None) -> bool:
 
 
 def _hint(error: click.NoSuchOption, words: Sequence[str], task: "type[Task] | None") -> str | None:
-    from drawbar.config.io.fields import catalogue, suggestions
+    from drawbar.config.io.fields import catalogue, namesakes, suggestions
     from drawbar.config.io.other_names import our_names
     from drawbar.config.schema.run_config import RunConfig, run_config_type
 
     known = catalogue(run_config_type(task.Config) if task else RunConfig)
     key = error.option_name.lstrip("-").replace("-", "_")
-    own = [key] if key in known else [name for name in known if name.rpartition(".")[2] == key]
+    own = [key] if key in known else namesakes(known, key)
     if len(own) == 1 and not known[own[0]].is_section:
         value = _value(error.option_name, words)
         example = f"{own[0]}=VALUE" if value is None else shlex.quote(f"{own[0]}={value}")

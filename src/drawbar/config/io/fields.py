@@ -1,6 +1,7 @@
 """The catalogue of settings, read from the pydantic models: the type in words, the default and the meaning of each."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args
@@ -68,16 +69,21 @@ def suggestions(settings: dict[str, Setting], key: str) -> list[str]:
     if ours:
         return ours
     section, _, name = key.rpartition(".")
-    same = [known for known in settings if known.rpartition(".")[2] == name]
-    if same and not section:  # a setting without its section; optim.lr rather than optim.groups.lr
-        return [known for known in same if known.count(".") == min(one.count(".") for one in same)]
+    same = namesakes(settings, name)
+    if same and not section:  # a setting without its section
+        return same
     near = nearest(name, children(settings, section))
     beside = [f"{section}.{near}" if section else near] if near else []
     names = [known.rpartition(".")[2] for known in settings]
     if not near and name not in names:
         name = nearest(name, names) or name
-    namesakes = [known for known in settings if known.rpartition(".")[2] == name]
-    return list(dict.fromkeys(beside + namesakes))
+    return list(dict.fromkeys(beside + namesakes(settings, name)))
+
+
+def namesakes(settings: Iterable[str], name: str) -> list[str]:
+    """The settings with this last name, of those in the outermost sections: ``optim.lr``, not ``optim.groups.lr``."""
+    same = [known for known in settings if known.rpartition(".")[2] == name]
+    return [known for known in same if known.count(".") == min(one.count(".") for one in same)]
 
 
 def lookup(config: BaseModel, key: str) -> Any:
