@@ -26,6 +26,8 @@ task:
   tokenizer: {train: byte_bpe, vocab_size: 300}
   prompt_column: source
   completion_column: target
+  label_smoothing: 0.1
+  z_loss: 1.0e-3
   generation: {max_new_tokens: 3}
 data: {train: records.jsonl, validation: valid.jsonl, sequence_length: 48}
 train: {global_batch: 8, micro_batch: 2, steps: 4}

@@ -52,9 +52,10 @@ def choose_cross_entropy(task: Task, config: RunConfig, model: nn.Module, module
             where="task.cross_entropy",
             remedy="set task.cross_entropy=auto or plain",
         ) from reason
-    chosen: CrossEntropy = partial(chunked_cross_entropy, compiled=config.parallel.compile)
+    assert isinstance(task, PretrainedTask), "other tasks have no LossHead"
+    chosen: CrossEntropy = partial(chunked_cross_entropy, compiled=config.parallel.compile, terms=task.loss_terms)
     if wanted == "liger":
-        chosen = liger_cross_entropy(ops)
+        chosen = liger_cross_entropy(ops, task.loss_terms)
     for module in modules:
         give_loss_head(module, chosen, ops)
     return "liger" if wanted == "liger" else "chunked"

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from drawbar.errors import UserError
 from drawbar.models.segments import UniqueRows
-from drawbar.parallel.chunked_loss import LossTargets, Transform, VocabularyShard
+from drawbar.parallel.chunked_loss import PLAIN, LossTargets, LossTerms, Transform, VocabularyShard
 from drawbar.runtime.torch_internals import TorchDispatchMode
 
 
@@ -214,7 +214,7 @@ class LossHead(nn.Linear):
         if isinstance(input, DTensor):  # each tensor-parallel rank has a shard of the vocabulary
             mesh = input.device_mesh
             _, start = Shard.local_shard_size_and_offset(self.out_features, mesh.size(), mesh.get_local_rank())
-            shard = VocabularyShard(mesh.get_group(), start)
+            shard = VocabularyShard(mesh.get_group(), start, self.out_features)
             hidden_BLH = input.to_local(grad_placements=[Partial()])
             weight_VH, bias_V = (_local(tensor) for tensor in (self.weight, self.bias))
         if hidden_BLH.shape[:-1] != self.targets.labels_BL.shape:
@@ -291,7 +291,7 @@ def _return_loss(module: nn.Module, args: Any, outputs: Any) -> Any:
     return outputs
 
 
-def liger_cross_entropy(ops: LogitOps) -> CrossEntropy:
+def liger_cross_entropy(ops: LogitOps, terms: LossTerms = PLAIN) -> CrossEntropy:
     """A function to use in place of ``chunked_cross_entropy``, computed by liger-kernel.
 
     Raises:
@@ -313,8 +313,16 @@ def liger_cross_entropy(ops: LogitOps) -> CrossEntropy:
         )
 
     def cross_entropy(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, *_: Any) -> Tensor:
+        smoothing, z_loss = terms.in_training()
         loss: Tensor = liger_fused_linear_cross_entropy(
-            hidden_NH, weight_VH, labels_N, bias_V, reduction="sum", accum_dtype=torch.float32
+            hidden_NH,
+            weight_VH,
+            labels_N,
+            bias_V,
+            reduction="sum",
+            accum_dtype=torch.float32,
+            label_smoothing=smoothing,
+            lse_square_scale=z_loss,
         )
         return loss.float()
 

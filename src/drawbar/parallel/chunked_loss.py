@@ -28,6 +28,23 @@ SMALL_CHUNK = 2**27
 """Size of fp32 logits that is always allowed for a chunk, in bytes."""
 
 
+class LossTerms(NamedTuple):
+    """What is added to the cross-entropy in training. An evaluation, without gradients, is plain: its perplexity can be
+    compared with others."""
+
+    label_smoothing: float = 0.0
+    """The share of each label that is spread over all tokens (Szegedy et al. 2016, arXiv:1512.00567)."""
+    z_loss: float = 0.0
+    """Factor of the squared log-sum-exp of the logits (Chowdhery et al. 2022, arXiv:2204.02311)."""
+
+    def in_training(self) -> "LossTerms":
+        """These terms, or none without gradients."""
+        return self if torch.is_grad_enabled() else PLAIN
+
+
+PLAIN = LossTerms()
+
+
 class LossTargets(NamedTuple):
     """The positions with a target (indices into the B·L flattened positions), and the labels of all positions."""
 
@@ -50,6 +67,8 @@ class VocabularyShard:
     group: dist.ProcessGroup
     start: int
     """Its first token."""
+    vocabulary: int
+    """Number of tokens in all shards."""
 
 
 def targets_in_chunk(vocabulary: int, hidden: int) -> int:
@@ -68,6 +87,7 @@ def chunked_cross_entropy(
     shard: VocabularyShard | None = None,
     chunk: int | None = None,
     compiled: bool = False,
+    terms: LossTerms = PLAIN,
 ) -> Tensor:
     """The summed cross-entropy of the logits ``hidden_NH @ weight_VH.T + bias_V``, in fp32 (0-d). Its backward can run
     only once, as it hands out the gradients that the forward has computed.
@@ -80,6 +100,7 @@ def chunked_cross_entropy(
         shard: the part of the vocabulary in the rows of ``weight_VH``; None for the full vocabulary.
         chunk: number of targets in a chunk; defaults to ``targets_in_chunk``.
         compiled: compile the code between the matrix products with torch; ``transform`` must then be compilable.
+        terms: what to add while training.
     """
     device = hidden_NH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
@@ -90,6 +111,7 @@ def chunked_cross_entropy(
         dtype,
         torch.is_grad_enabled(),
         compiled and not is_uncompiled(),
+        terms.in_training(),
     )
     loss: Tensor = _ChunkedCrossEntropy.apply(hidden_NH, weight_VH, bias_V, labels_N, how)
     return loss
@@ -104,6 +126,15 @@ class _How:
     """Dtype of the matrix products."""
     with_gradients: bool
     compiled: bool
+    terms: LossTerms
+
+    def per_token(self, columns: int) -> float:
+        """The share of the smoothed label that each token of the vocabulary gets.
+
+        Args:
+            columns: of this rank's logits.
+        """
+        return self.terms.label_smoothing / (columns if self.shard is None else self.shard.vocabulary)
 
 
 class _Gradients(NamedTuple):
@@ -193,7 +224,11 @@ def _run(
             logits_CV = _logits(hidden_CH, weight_VH, bias_V, logits_memory[: len(labels_C)])
             index_C1, here_C1 = _local(labels_C, shard, len(weight_VH))
             log_p_C1 = softmax.log_p(logits_CV, index_C1)
-            loss -= torch.where(here_C1, log_p_C1, 0).sum()
+            loss -= torch.where(here_C1, log_p_C1, 0).sum() * (1.0 - how.terms.label_smoothing)
+            if how.terms.label_smoothing:
+                loss -= softmax.sum_of_log_p() * how.per_token(len(weight_VH))
+            if how.terms.z_loss:
+                loss += torch.where(here_C1, softmax.log_sum_C1.square(), 0).sum() * how.terms.z_loss
             if any(needed):
                 gradient_CV = softmax.gradient(logits_CV, log_p_C1, index_C1, here_C1, scale)
                 gradients.add(slice(start, start + len(labels_C)), gradient_CV, hidden_CH, weight_VH)
@@ -224,8 +259,13 @@ class _Softmax:
     def log_p(self, logits_CV: Tensor, index_C1: Tensor) -> Tensor:
         """The log-probability of the token in each row's column ``index_C1``, (C, 1)."""
         self.before_CV, self.after_CV = _transformed(logits_CV, self.how.transform)
-        self.log_p_CV = _log_softmax(self.after_CV.detach(), self.memory[: len(logits_CV)], self.how.shard)
+        out = self.memory[: len(logits_CV)]
+        self.log_p_CV, self.log_sum_C1 = _log_softmax(self.after_CV.detach(), out, self.how.shard)
         return self.log_p_CV.gather(1, index_C1)
+
+    def sum_of_log_p(self) -> Tensor:
+        """The sum over all columns and rows, 0-d."""
+        return self.log_p_CV.sum()
 
     def gradient(
         self, logits_CV: Tensor, log_p_C1: Tensor, index_C1: Tensor, here_C1: Tensor, scale: Tensor | None
@@ -233,10 +273,17 @@ class _Softmax:
         """The gradient of the logits, in their dtype: the probabilities, minus 1 at the label. It may share the logits'
         memory."""
         of_labels_C1 = torch.where(here_C1, log_p_C1.expm1(), log_p_C1.exp())
-        if self.how.transform is None and scale is None and logits_CV.is_cuda:  # rounded in the kernel of exp
+        plain = self.how.terms == PLAIN
+        if plain and self.how.transform is None and scale is None and logits_CV.is_cuda:  # rounded in the kernel of exp
             out_CV = torch.exp(self.log_p_CV, out=logits_CV)
             return out_CV.scatter_(1, index_C1, of_labels_C1.to(out_CV.dtype))
-        gradient_CV = self.log_p_CV.exp_().scatter_(1, index_C1, of_labels_C1)
+        gradient_CV = self.log_p_CV.exp_()
+        if plain:
+            gradient_CV.scatter_(1, index_C1, of_labels_C1)
+        else:
+            smoothing, z_loss = self.how.terms
+            gradient_CV.mul_(1.0 + 2.0 * z_loss * self.log_sum_C1).sub_(self.how.per_token(logits_CV.shape[1]))
+            gradient_CV.scatter_add_(1, index_C1, here_C1.to(gradient_CV.dtype) * (smoothing - 1.0))
         if self.how.transform is not None:
             (gradient_CV,) = torch.autograd.grad(self.after_CV, self.before_CV, gradient_CV)
         if scale is not None:
@@ -252,32 +299,49 @@ class _CompiledSoftmax:
         self.sum_kernel, self.gradient_kernel = _compiled_kernels()
 
     def log_p(self, logits_CV: Tensor, index_C1: Tensor) -> Tensor:
-        self.log_sum_C1, label_C1 = self.sum_kernel(logits_CV, index_C1, self.how.transform)
+        smooths = self.how.terms.label_smoothing > 0
+        self.log_sum_C1, label_C1, self.sum_C1 = self.sum_kernel(logits_CV, index_C1, self.how.transform, smooths)
         if self.how.shard is not None:
             self.log_sum_C1 = _of_all_shards(self.log_sum_C1.squeeze(1), self.how.shard).unsqueeze(1)
+        self.columns = logits_CV.shape[1]
         return label_C1 - self.log_sum_C1
+
+    def sum_of_log_p(self) -> Tensor:
+        return (self.sum_C1 - self.columns * self.log_sum_C1).sum()
 
     def gradient(
         self, logits_CV: Tensor, log_p_C1: Tensor, index_C1: Tensor, here_C1: Tensor, scale: Tensor | None
     ) -> Tensor:
-        self.gradient_kernel(logits_CV, self.log_sum_C1, index_C1.where(here_C1, -1), scale, self.how.transform)
+        terms, per_token = self.how.terms, self.how.per_token(self.columns)
+        label_C1 = index_C1.where(here_C1, -1)
+        self.gradient_kernel(logits_CV, self.log_sum_C1, label_C1, scale, self.how.transform, terms, per_token)
         return logits_CV
 
 
 @cache
-def _compiled_kernels() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., None]]:
+def _compiled_kernels() -> tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., None]]:
     return torch.compile(_sum_and_label), torch.compile(_replace_by_gradient)
 
 
-def _sum_and_label(logits_CV: Tensor, index_C1: Tensor, transform: Transform | None) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp of each row, and its logit in column ``index_C1``; both (C, 1)."""
+def _sum_and_label(
+    logits_CV: Tensor, index_C1: Tensor, transform: Transform | None, smooths: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-sum-exp of each row, its logit in column ``index_C1``, and the row's sum if needed (``smooths``); all
+    (C, 1)."""
     exact_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     after_CV = exact_CV if transform is None else transform(exact_CV)
-    return after_CV.logsumexp(1, keepdim=True), after_CV.gather(1, index_C1)
+    label_C1 = after_CV.gather(1, index_C1)
+    return after_CV.logsumexp(1, keepdim=True), label_C1, after_CV.sum(1, keepdim=True) if smooths else label_C1
 
 
 def _replace_by_gradient(
-    logits_CV: Tensor, log_sum_C1: Tensor, label_C1: Tensor, scale: Tensor | None, transform: Transform | None
+    logits_CV: Tensor,
+    log_sum_C1: Tensor,
+    label_C1: Tensor,
+    scale: Tensor | None,
+    transform: Transform | None,
+    terms: LossTerms,
+    per_token: float,
 ) -> None:
     """Overwrite the logits with their gradient. The label of a row is -1 if another shard has it."""
     after_CV, pull_back = logits_CV.to(log_sum_C1.dtype), None
@@ -285,7 +349,11 @@ def _replace_by_gradient(
         after_CV, pull_back = torch.func.vjp(transform, after_CV)
     log_p_CV = after_CV - log_sum_C1
     is_label_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == label_C1
-    gradient_CV = torch.where(is_label_CV, log_p_CV.expm1(), log_p_CV.exp())
+    if terms == PLAIN:
+        gradient_CV = torch.where(is_label_CV, log_p_CV.expm1(), log_p_CV.exp())
+    else:
+        of_label_CV = is_label_CV.to(log_p_CV.dtype) * (terms.label_smoothing - 1.0)
+        gradient_CV = log_p_CV.exp() * (1.0 + 2.0 * terms.z_loss * log_sum_C1) - per_token + of_label_CV
     if pull_back is not None:
         (gradient_CV,) = pull_back(gradient_CV)
     if scale is not None:
@@ -303,16 +371,18 @@ def _transformed(logits_CV: Tensor, transform: Transform | None) -> tuple[Tensor
         return before_CV, transform(before_CV)
 
 
-def _log_softmax(logits_CV: Tensor, out: Tensor, shard: VocabularyShard | None) -> Tensor:
-    """The log-probabilities. ``out`` may be the memory of the logits: each is read, then written."""
+def _log_softmax(logits_CV: Tensor, out: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor]:
+    """The log-probabilities, and the log-sum-exp of each row (C, 1). ``out`` may be the memory of the logits: each is
+    read, then written."""
     first_C = logits_CV[:, 0].clone()
     # torch would make another copy in the format of ``out``
     exact_CV = logits_CV if logits_CV.dtype == out.dtype else out.copy_(logits_CV)
     log_p_CV = torch.log_softmax(exact_CV, 1, out=out)
-    if shard is None:
-        return log_p_CV
     own_C = first_C - log_p_CV[:, 0]  # the log-sum-exp
-    return log_p_CV.add_((own_C - _of_all_shards(own_C, shard)).unsqueeze(1))
+    if shard is None:
+        return log_p_CV, own_C.unsqueeze(1)
+    all_C = _of_all_shards(own_C, shard)
+    return log_p_CV.add_((own_C - all_C).unsqueeze(1)), all_C.unsqueeze(1)
 
 
 def _of_all_shards(own_C: Tensor, shard: VocabularyShard) -> Tensor:

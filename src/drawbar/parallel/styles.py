@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from drawbar.parallel.chunked_loss import PLAIN, LossTerms
 from drawbar.parallel.sequence import SEQUENCE, with_summed_gradient
 
 GradPlacement: TypeAlias = Replicate | Shard | Partial | None
@@ -44,13 +45,23 @@ def sharded_logits() -> Iterator[None]:
         _sharded.reset(token)
 
 
-def cross_entropy_sum(logits_NV: Tensor, labels_N: Tensor, ignored: int) -> Tensor:
+def cross_entropy_sum(logits_NV: Tensor, labels_N: Tensor, ignored: int, terms: LossTerms = PLAIN) -> Tensor:
     """The summed cross-entropy in fp32, a plain 0-d tensor; the logits may be sharded (see ``sharded_logits``).
 
     Args:
         ignored: the label of rows to ignore.
+        terms: what to add while training.
     """
-    loss = functional.cross_entropy(logits_NV.float(), labels_N, ignore_index=ignored, reduction="sum")
+    logits_NV = logits_NV.float()
+    smoothing, z_loss = terms.in_training()
+    if (smoothing or z_loss) and isinstance(logits_NV, DTensor):
+        logits_NV = logits_NV.full_tensor()  # torch's loss_parallel only has the plain loss
+    loss = functional.cross_entropy(
+        logits_NV, labels_N, ignore_index=ignored, reduction="sum", label_smoothing=smoothing
+    )
+    if z_loss:
+        squares_N = logits_NV.logsumexp(-1).square()
+        loss = loss + z_loss * torch.where(labels_N != ignored, squares_N, 0).sum()
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 

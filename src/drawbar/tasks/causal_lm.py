@@ -16,7 +16,6 @@ from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL, split_tokens
 from drawbar.data.tokenizer import MODEL_INPUTS, begin_tokens
 from drawbar.errors import UserError
-from drawbar.parallel.styles import cross_entropy_sum
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.chat import ChatFormat, chat_prompt, parts_written, read_template
@@ -228,8 +227,7 @@ class CausalLM(PretrainedTask):
         return model(**batch.inputs, use_cache=False)
 
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
-        logits_BLV, labels_BL = outputs.logits[:, :-1], batch["labels"][:, 1:]
-        return cross_entropy_sum(logits_BLV.flatten(0, 1), labels_BL.flatten(), IGNORED_LABEL)
+        return self.token_loss(outputs.logits[:, :-1], batch["labels"][:, 1:])
 
     def position_labels(self, batch: Batch) -> torch.Tensor:
         next_BL = batch["labels"][:, 1:]

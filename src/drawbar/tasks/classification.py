@@ -1,5 +1,6 @@
 """The built-in tasks ``sequence_classification`` and ``token_classification``."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import chain
@@ -11,7 +12,11 @@ from torch import nn
 from torch.nn import functional
 
 from drawbar.config.schema.run_config import RunConfig
-from drawbar.config.schema.task_sections import SequenceClassificationConfig, TokenClassificationConfig
+from drawbar.config.schema.task_sections import (
+    ClassificationConfig,
+    SequenceClassificationConfig,
+    TokenClassificationConfig,
+)
 from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.sources import Records
@@ -35,7 +40,7 @@ from drawbar.tasks.labels import (
     warn_of_rare,
 )
 from drawbar.tasks.method_errors import is_user_defined
-from drawbar.tasks.pretrained import PretrainedTask, TokenTask
+from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import map_each, records_of, require
 from drawbar.tasks.task_context import TaskContext
 
@@ -63,7 +68,31 @@ def _find_labels(
     config = task.pretrained_config()
     if config is not None:
         labels = ordered_for_model(labels, listed is not None, config, task.config.model)
-    return {"labels": labels} if classes is None else {"labels": labels, "classes": classes}
+    metadata = {"labels": labels} if classes is None else {"labels": labels, "classes": classes}
+    if getattr(task.config, "class_weights", None) == "balanced":
+        metadata["class_weights"] = _balanced_weights(task, labels_of, Labels(labels, classes))
+    return metadata
+
+
+def _balanced_weights(
+    task: PretrainedTask, labels_of: Callable[[dict[str, Any]], list[Any]], labels: Labels
+) -> list[float]:
+    """A weight for each class, in inverse proportion to its number in the training data; their mean over all targets
+    is 1 (scikit-learn's ``class_weight="balanced"``)."""
+    if task.data.streaming:
+        raise UserError(
+            "a stream is not read to its end to count the labels",
+            where="task.class_weights",
+            remedy="give the weights: task.class_weights={negative: 1.0, positive: 3.0}",
+        )
+    outputs = map_each(
+        records_of(task, "train"),
+        lambda record: list(map(labels.output_of, labels_of(record))),
+        task.skips_bad_records,
+    )
+    counts = Counter(chain.from_iterable(outputs))
+    numbers = [counts[output] for output in range(len(labels.names))]
+    return [sum(numbers) / (sum(map(bool, numbers)) * number) if number else 1.0 for number in numbers]
 
 
 def _labels_of_stream(classes: list[str] | None) -> list[Any]:
@@ -104,7 +133,51 @@ def _labels_of_data(every: Iterable[Any], column: str, classes: list[str] | None
     return list(counts)
 
 
-class SequenceClassification(PretrainedTask):
+class ClassificationTask(PretrainedTask):
+    """A task that predicts labels, whose loss may weigh them."""
+
+    config: ClassificationConfig
+
+    @cached_property
+    def labels(self) -> Labels:
+        """The labels, in the order of the model's outputs."""
+        return Labels(self.dataset_metadata["labels"], self.dataset_metadata.get("classes"))
+
+    @cached_property
+    def class_weights_C(self) -> torch.Tensor | None:
+        """The weight of each class in the loss, in float64; None if all have the same."""
+        wanted = self.config.class_weights
+        if wanted is None:
+            return None
+        if wanted == "balanced":
+            return torch.tensor(self.dataset_metadata["class_weights"], dtype=torch.float64)
+        weights_C = torch.ones(len(self.labels.names), dtype=torch.float64)
+        for label, weight in wanted.items():
+            try:
+                weights_C[self.labels.output_of(label)] = weight
+            except UserError as error:
+                raise UserError(error.what, where="task.class_weights", remedy="name the task's labels") from error
+        return weights_C
+
+    def _cross_entropy(self, logits_NC: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+        """The sum, with the weights; divided by ``_weight_of_targets``, it is torch's mean."""
+        weights_C = self.class_weights_C
+        return functional.cross_entropy(
+            logits_NC,
+            labels_N,
+            None if weights_C is None else weights_C.to(logits_NC),
+            ignore_index=IGNORED_LABEL,
+            reduction="sum",
+            label_smoothing=self.loss_terms.in_training().label_smoothing,
+        )
+
+    def _weight_of_targets(self, labels: torch.Tensor) -> float:
+        targets_N = labels[labels != IGNORED_LABEL]
+        weights_C = self.class_weights_C
+        return targets_N.numel() if weights_C is None else float(weights_C.to(targets_N.device)[targets_N].sum())
+
+
+class SequenceClassification(ClassificationTask):
     """A label for each text (or pair of texts), several labels, or a number."""
 
     Config = SequenceClassificationConfig
@@ -126,6 +199,13 @@ class SequenceClassification(PretrainedTask):
                 where="task.metrics",
                 remedy="name pearson, spearman, mse or mae",
             )
+        for setting in ("class_weights", "label_smoothing"):
+            if getattr(self.config, setting) and self.config.problem != "single_label":
+                raise UserError(
+                    f"{setting} is for records with one label each; task.problem is {self.config.problem}",
+                    where=f"task.{setting}",
+                    remedy="remove it, or set task.problem=single_label",
+                )
 
     def find_dataset_metadata(self) -> dict[str, Any]:
         if self.config.problem == "regression":
@@ -202,13 +282,16 @@ class SequenceClassification(PretrainedTask):
         logits_BC = outputs.logits.float()
         match self.config.problem:
             case "single_label":
-                return functional.cross_entropy(logits_BC, batch["labels"], reduction="sum")
+                return self._cross_entropy(logits_BC, batch["labels"])
             case "multi_label":
                 return functional.binary_cross_entropy_with_logits(logits_BC, batch["labels"], reduction="sum")
         return functional.mse_loss(logits_BC.squeeze(-1), batch["labels"].float(), reduction="sum")
 
     def num_targets(self, batch: Batch) -> float:
-        """Samples; for ``multi_label`` samples × labels, each of which is a separate decision."""
+        """Samples, by the weights of their classes; for ``multi_label`` samples × labels, each of which is a separate
+        decision."""
+        if self.config.problem == "single_label":
+            return self._weight_of_targets(batch["labels"])
         return batch["labels"].numel()
 
     def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
@@ -258,7 +341,7 @@ def _as_number(label: Any, column: str) -> float:
     return number
 
 
-class TokenClassification(TokenTask):
+class TokenClassification(ClassificationTask):
     """A label for each word. The first token of a word represents it; the others are not targets."""
 
     Config = TokenClassificationConfig
@@ -277,10 +360,6 @@ class TokenClassification(TokenTask):
 
     def find_dataset_metadata(self) -> dict[str, Any]:
         return _find_labels(self, self.config.labels_column, self.config.labels, self._tags)
-
-    @cached_property
-    def labels(self) -> Labels:
-        return Labels(self.dataset_metadata["labels"], self.dataset_metadata.get("classes"))
 
     def _words(self, record: dict[str, Any]) -> list[str]:
         column = self.config.tokens_column
@@ -338,6 +417,12 @@ class TokenClassification(TokenTask):
         return "ByteLevel" in repr(self.tokenizer.backend_tokenizer.pre_tokenizer) and not getattr(
             self.tokenizer, "add_prefix_space", False
         )
+
+    def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
+        return self._cross_entropy(outputs.logits.float().flatten(0, 1), batch["labels"].flatten())
+
+    def num_targets(self, batch: Batch) -> float:
+        return self._weight_of_targets(batch["labels"])
 
     def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
         """The labels of a sample's words; none for those that were cut off or have no tokens."""

@@ -153,7 +153,10 @@ def _name_in_project(path: Path, roots: list[Path]) -> str:
     return path.relative_to(root).as_posix()
 
 
-NOT_FOR_ENCODING = {"attention", "cross_entropy", "generation", "metrics"}
+NOT_FOR_ENCODING = {
+    *("attention", "cross_entropy", "generation", "metrics"),
+    *("label_smoothing", "z_loss", "class_weights"),
+}
 """Options of the built-in tasks that no sample depends on."""
 PER_CALL_STATE = {"truncation", "padding"}
 LIBRARIES = ("drawbar", "tokenizers", "transformers")

@@ -37,6 +37,7 @@ from drawbar.models.huggingface import (
     load_pretrained,
 )
 from drawbar.models.stored import build_meta_model, stored_tensors
+from drawbar.parallel.chunked_loss import LossTerms
 from drawbar.parallel.styles import cross_entropy_sum
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
@@ -226,10 +227,19 @@ class PretrainedTask(Task):
         """Whether others would change its prediction, though not its loss."""
         return False
 
+    @cached_property
+    def loss_terms(self) -> LossTerms:
+        """What is added to the cross-entropy in training."""
+        return LossTerms(getattr(self.config, "label_smoothing", 0.0), getattr(self.config, "z_loss", 0.0))
+
     @property
     def vocabulary_parallel(self) -> bool:
         # a user's own forward or loss gets whole logits
         return not is_user_defined(self, "forward", "loss")
+
+    def token_loss(self, logits_BLV: torch.Tensor, labels_BL: torch.Tensor) -> torch.Tensor:
+        """The summed cross-entropy of tokens, with ``loss_terms``; the vocabulary of the logits may be sharded."""
+        return cross_entropy_sum(logits_BLV.flatten(0, 1), labels_BL.flatten(), IGNORED_LABEL, self.loss_terms)
 
     def position_labels(self, batch: Batch) -> torch.Tensor:
         """The label of what the model predicts at each position, (B, L), if the loss is the labels' cross-entropy."""
@@ -295,7 +305,7 @@ class TokenTask(PretrainedTask):
     """A task whose model gives logits for each token's own label, without the shift of next-token prediction."""
 
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
-        return cross_entropy_sum(outputs.logits.flatten(0, 1), batch["labels"].flatten(), IGNORED_LABEL)
+        return self.token_loss(outputs.logits, batch["labels"])
 
     def position_labels(self, batch: Batch) -> torch.Tensor:
         return batch["labels"]

@@ -11,8 +11,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drawbar.parallel.chunked_loss import (
+    PLAIN,
     SMALL_CHUNK,
     LossTargets,
+    LossTerms,
     _compiled_kernels,
     chunked_cross_entropy,
     targets_in_chunk,
@@ -20,6 +22,7 @@ from drawbar.parallel.chunked_loss import (
 from drawbar.parallel.compile import uncompiled_blocks
 
 HIDDEN, VOCABULARY, IGNORED, CHUNK = 6, 11, -100, 4
+BOTH = LossTerms(label_smoothing=0.2, z_loss=0.01)
 
 
 def inputs(dtype: torch.dtype = torch.float64, bias: bool = True) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -36,11 +39,21 @@ def soft_cap(logits: Tensor) -> Tensor:
     return torch.tanh(logits / 2) * 2
 
 
-def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, capped: bool = False) -> Tensor:
+def plain(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    capped: bool = False,
+    terms: LossTerms = PLAIN,
+) -> Tensor:
     logits = functional.linear(hidden, weight, bias)
     logits = soft_cap(logits) if capped else logits
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    wide, labels = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1), labels.flatten()
+    loss = functional.cross_entropy(
+        wide, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=terms.label_smoothing
+    )
+    return loss + terms.z_loss * wide[labels != IGNORED].exp().sum(1).log().square().sum()
 
 
 def chunked(
@@ -50,11 +63,13 @@ def chunked(
     labels: Tensor,
     capped: bool = False,
     compiled: bool = False,
+    terms: LossTerms = PLAIN,
 ) -> Tensor:
     targets = LossTargets.of(labels, IGNORED)
     cap = soft_cap if capped else None
+    hidden_NH = hidden.flatten(0, 1)[targets.positions_N]
     return chunked_cross_entropy(
-        hidden.flatten(0, 1)[targets.positions_N], weight, bias, targets.labels_N, cap, chunk=CHUNK, compiled=compiled
+        hidden_NH, weight, bias, targets.labels_N, cap, chunk=CHUNK, compiled=compiled, terms=terms
     )
 
 
@@ -65,9 +80,10 @@ def gradients(loss: Tensor, *tensors: Tensor | None, scale: float = 0.3) -> list
 
 @pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_loss_and_gradients_are_those_of_the_plain_way(bias: bool, capped: bool) -> None:
+@pytest.mark.parametrize("terms", [PLAIN, LossTerms(label_smoothing=0.2), LossTerms(z_loss=0.01), BOTH])
+def test_loss_and_gradients_are_those_of_the_plain_way(terms: LossTerms, bias: bool, capped: bool) -> None:
     *tensors, labels = inputs(bias=bias)
-    expected, found = plain(*tensors, labels, capped), chunked(*tensors, labels, capped)
+    expected, found = plain(*tensors, labels, capped, terms), chunked(*tensors, labels, capped, terms=terms)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     for one, other in zip(gradients(found, *tensors), gradients(expected, *tensors), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -125,7 +141,7 @@ def test_without_targets_the_loss_is_zero_and_so_are_the_gradients() -> None:
 def test_without_gradients_nothing_is_kept() -> None:
     *tensors, labels = inputs()
     with torch.no_grad():
-        found = chunked(*tensors, labels)
+        found = chunked(*tensors, labels, terms=BOTH)  # which are for training alone
     assert not found.requires_grad
     torch.testing.assert_close(found, plain(*tensors, labels).detach(), rtol=1e-12, atol=0)
 
@@ -161,11 +177,12 @@ def compiles() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("compiles")
 @pytest.mark.parametrize("capped", [False, True])
-def test_compiled_it_is_the_same_within_rounding(capped: bool) -> None:
+@pytest.mark.parametrize("terms", [PLAIN, BOTH])
+def test_compiled_it_is_the_same_within_rounding(terms: LossTerms, capped: bool) -> None:
     *tensors, labels = inputs(torch.float32)
     for precise in (True, False):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not precise):
-            expected, found = (chunked(*tensors, labels, capped, compiled) for compiled in (False, True))
+            expected, found = (chunked(*tensors, labels, capped, compiled, terms) for compiled in (False, True))
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
         for one, other in zip(gradients(found, *tensors), gradients(expected, *tensors), strict=True):
             # an eighth of bf16's last bit: some elements are rounded to the other neighbor
@@ -205,8 +222,8 @@ def test_compiled_logits_are_touched_by_two_kernels_besides_the_products() -> No
     # the logits; the gradients of hidden states and bias (that of the weight takes a view)
     assert Counter(passes.found) == {"aten::addmm": 3, "aten::mm": 3, "aten::sum": 3}
     logits, label = torch.zeros(CHUNK, VOCABULARY, dtype=torch.bfloat16), torch.zeros(CHUNK, 1, dtype=torch.long)
-    sums, codes = run_and_get_code(_compiled_kernels()[0], logits, label, None)
-    _, more = run_and_get_code(_compiled_kernels()[1], logits, sums[0], label, None, None)
+    sums, codes = run_and_get_code(_compiled_kernels()[0], logits, label, None, False)
+    _, more = run_and_get_code(_compiled_kernels()[1], logits, sums[0], label, None, None, PLAIN, 0.0)
     for code in (*codes, *more):
         assert code.count("async_compile.cpp_pybinding") == 1
         assert f"({CHUNK}, {VOCABULARY})" not in "".join(

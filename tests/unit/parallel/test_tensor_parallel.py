@@ -27,7 +27,7 @@ from drawbar.models.huggingface import build_from_scratch
 from drawbar.models.loss_head import give_loss_head, ops_after_head
 from drawbar.models.plans import plan_for
 from drawbar.parallel.apply import checkpoint_activations
-from drawbar.parallel.chunked_loss import LossTargets, chunked_cross_entropy
+from drawbar.parallel.chunked_loss import PLAIN, LossTargets, LossTerms, chunked_cross_entropy
 from drawbar.parallel.fsdp import shard
 from drawbar.parallel.styles import cross_entropy_sum, sharded_logits
 from drawbar.parallel.tensor import FusedLayout, check_degree, fused_layouts, tensor_parallel
@@ -136,6 +136,9 @@ def filled(case: Case) -> nn.Module:
     return model
 
 
+TERMS = LossTerms(label_smoothing=0.1, z_loss=0.01)
+
+
 def inputs(case: Case, seed: int = 0) -> dict[str, Tensor]:
     """Three rows of 7 tokens, the last ends early."""
     chance = torch.Generator().manual_seed(seed)
@@ -147,7 +150,7 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Tensor]:
     return found
 
 
-def loss_of(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> Tensor:
+def loss_of(model: nn.Module, case: Case, batch: dict[str, Tensor], terms: LossTerms) -> Tensor:
     logits = model(**batch, use_cache=False).logits
     chance = torch.Generator().manual_seed(1)
     labels = torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=chance)
@@ -155,12 +158,12 @@ def loss_of(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> Tensor:
         labels[0, 2:4] = IGNORED_LABEL
     if case.head in ("causal_lm", "masked_lm", "seq2seq"):
         logits, labels = logits[:, :-1], labels[:, :-1]
-    return cross_entropy_sum(logits.reshape(-1, logits.shape[-1]), labels.flatten(), IGNORED_LABEL)
+    return cross_entropy_sum(logits.reshape(-1, logits.shape[-1]), labels.flatten(), IGNORED_LABEL, terms)
 
 
-def backward(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> Tensor:
+def backward(model: nn.Module, case: Case, batch: dict[str, Tensor], terms: LossTerms = PLAIN) -> Tensor:
     with sharded_logits():
-        loss = loss_of(model, case, batch)
+        loss = loss_of(model, case, batch, terms)
         loss.backward()
     return loss.detach()
 
@@ -243,19 +246,20 @@ def compare_loss_heads(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
     """The loss computed in the head, of a shard of the vocabulary, beside that of the full logits of one process."""
     model = filled(case)
     cut = deepcopy(model)
-    give_loss_head(cut, partial(chunked_cross_entropy, chunk=4), ops_after_head(model))
+    give_loss_head(cut, partial(chunked_cross_entropy, chunk=4, terms=TERMS), ops_after_head(model))
     tensor_parallel(cut, plan_for(cut), mesh)
     batch = inputs(case)
-    wanted_loss = backward(model, case, batch)
+    wanted_loss = backward(model, case, batch, TERMS)
     with sharded_logits():
         loss = cut(**batch, **targets_of_loss(case), use_cache=False).loss
         loss.backward()
     largest, name = worst(gradients(cut), gradients(model))
     with torch.no_grad():
+        plain_loss = loss_of(model, case, batch, PLAIN)
         again = cut(**batch, **targets_of_loss(case), use_cache=False).loss
         logits, wanted = cut(**batch).logits, model(**batch).logits
     return {
-        "loss": max(distance(loss.detach(), wanted_loss), distance(again, wanted_loss)),
+        "loss": max(distance(loss.detach(), wanted_loss), distance(again, plain_loss)),
         "gradient": largest,
         "worst": name,
         "logits": distance(logits, wanted),

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.utils.class_weight import compute_class_weight
 from torch.nn import functional
 from transformers import BertConfig, BertModel, BertTokenizerFast, PreTrainedTokenizerBase
 
@@ -19,6 +21,7 @@ from drawbar.config.schema.task_sections import SequenceClassificationConfig
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
+from drawbar.tasks.batch import Batch
 from drawbar.tasks.classification import SequenceClassification
 from drawbar.tasks.task_context import TaskContext
 from runs import fit_in
@@ -295,6 +298,48 @@ def test_the_loss_is_a_sum_over_what_weight_counts(problem: str) -> None:
     assert len(predictions) == 3
     wanted = {"single_label": str, "multi_label": list, "regression": float}[problem]
     assert all(type(prediction) is wanted for prediction in predictions)
+
+
+@pytest.mark.parametrize("weights", [None, {"x": 0.5, "z": 2.0}, "balanced"])
+def test_weights_of_classes_and_label_smoothing_are_torchs_own(weights: Any, tmp_path: Path) -> None:
+    """Also in an evaluation, but for the smoothing: weighted losses there are those that training lowers."""
+    labels = ["x", "z", "y", "z", "z"]
+    records = [{"text": "a road" * (1 + number), "label": label} for number, label in enumerate(labels)]
+    data = DataSection(train=str(write(tmp_path / "train.jsonl", records)), sequence_length=64)
+    config = SequenceClassificationConfig(model="bert", from_scratch=BERT, class_weights=weights, label_smoothing=0.1)
+    context = TaskContext(RunConfig(task=config, data=data), TOKENIZER)
+    task = SequenceClassification(context)
+    batch = task.collate(list(encoded(task, records)))
+    model = task.build_model().eval()
+    outputs = task.forward(model, batch)
+    given = {"x": 0.5, "y": 1.0, "z": 2.0} if weights else dict.fromkeys("xyz", 1.0)
+    if weights == "balanced":
+        given = dict(zip("xyz", compute_class_weight("balanced", classes=np.array(list("xyz")), y=labels), strict=True))
+    wanted = {
+        smoothing: functional.cross_entropy(
+            outputs.logits, batch["labels"], torch.tensor(list(given.values())).float(), label_smoothing=smoothing
+        )
+        for smoothing in (0.0, 0.1)
+    }
+    targets = task.num_targets(batch)
+    assert targets == pytest.approx(sum(given[label] for label in labels))
+    torch.testing.assert_close(task.loss(outputs, batch) / targets, wanted[0.1], rtol=1e-6, atol=0)
+    with torch.no_grad():
+        torch.testing.assert_close(task.loss(outputs, batch) / targets, wanted[0.0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"class_weights": {"w": 2.0}}, "task.class_weights"),
+        ({"class_weights": {"x": 2.0}, "problem": "multi_label"}, "task.class_weights"),
+        ({"label_smoothing": 0.1, "problem": "regression"}, "task.label_smoothing"),
+    ],
+)
+def test_weights_that_fit_no_class_are_refused(options: dict[str, Any], where: str) -> None:
+    with pytest.raises(UserError) as caught:
+        task_of(["x", "y"], **options).num_targets(Batch({"labels": torch.tensor([0])}, [0]))
+    assert caught.value.where == where
 
 
 def test_padding_does_not_change_a_text() -> None:

@@ -56,6 +56,9 @@ class PretrainedTaskConfig(TaskConfig):
     kernel from the Hub. `auto`: the default of transformers, which is sdpa if the model supports it."""
     resize_embeddings: bool = False
     """Resize the model's embeddings to the tokenizer's size. If false, too large a tokenizer is an error."""
+    label_smoothing: Fraction = 0.0
+    """Share of each label that is spread over all tokens (or classes) in training. The loss of an evaluation is
+    plain."""
     metrics: list[Text] | None = None
     """Evaluation metrics: names such as `accuracy`, or `package.module:function` (default: the usual for the task)."""
 
@@ -67,6 +70,9 @@ class LanguageModelConfig(PretrainedTaskConfig):
     """How the loss is computed. `plain`: from the logits of all positions. `chunked`: in the model's head, a chunk of
     targets at a time and without ignored positions, which takes far less memory and time. `liger`: by the kernels
     of `liger-kernel` (CUDA). `auto`: chunked if the model supports it; a resumed run keeps its choice."""
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Factor of the squared log-sum-exp of the logits that is added to a token's loss, in training. It keeps logits of
+    large models small, as with 1e-4 in PaLM."""
 
 
 TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs", "system")
@@ -107,7 +113,18 @@ def names_no_column(options: TaskConfig) -> bool:
     return isinstance(options, CausalLMConfig) and not options.model_fields_set & {*COLUMNS_BY_SHAPE, "text_column"}
 
 
-class SequenceClassificationConfig(PretrainedTaskConfig):
+class ClassificationConfig(PretrainedTaskConfig):
+    """Options shared by the built-in tasks that predict labels."""
+
+    labels: list[str | int | bool] | None = None
+    """All labels, in the order of the model's outputs (default: those of the training data, in the order declared in
+    its files, or else sorted). A pretrained model with the same labels keeps its own order."""
+    class_weights: dict[str | int | bool, Annotated[float, Field(gt=0)]] | Literal["balanced"] | None = None
+    """Weights of the classes in the mean loss, as in `{spam: 5.0}`; others have 1. `balanced`: in inverse proportion to
+    their numbers in the training data, as in scikit-learn."""
+
+
+class SequenceClassificationConfig(ClassificationConfig):
     """Options of the built-in task `sequence_classification`: one label, several labels, or a number for each text."""
 
     type: Text = "sequence_classification"
@@ -119,12 +136,9 @@ class SequenceClassificationConfig(PretrainedTaskConfig):
     """Key of the label: a list of labels for `multi_label`, a number for `regression`."""
     problem: Literal["single_label", "multi_label", "regression"] = "single_label"
     """Whether a record has exactly one label, any number of labels, or a number."""
-    labels: list[str | int | bool] | None = None
-    """All labels, in the order of the model's outputs (default: those of the training data, in the order declared in
-    its files, or else sorted). A pretrained model with the same labels keeps its own order."""
 
 
-class TokenClassificationConfig(PretrainedTaskConfig):
+class TokenClassificationConfig(ClassificationConfig):
     """Options of the built-in task `token_classification`: a label for each word."""
 
     type: Text = "token_classification"
@@ -132,9 +146,6 @@ class TokenClassificationConfig(PretrainedTaskConfig):
     """Key of the list of words."""
     labels_column: Text = "tags"
     """Key of the list of their labels."""
-    labels: list[str | int | bool] | None = None
-    """All labels, in the order of the model's outputs (default: those of the training data, in the order declared in
-    its files, or else sorted). A pretrained model with the same labels keeps its own order."""
 
 
 class Seq2SeqConfig(LanguageModelConfig):
