@@ -151,7 +151,8 @@ def _inside(chance: Random, layout: Layout, kinds: dict[str, int]) -> Fault:
     kind, who, phases = _one_of(chance, _fitting(layout, kinds)), chance.randrange(layout.ranks), PHASES
     if layout.strategy == "pipeline":  # the task's forward is replayed there, and the last stage has the loss
         phases = ("optimizer", "backward") if who == layout.ranks - 1 else ("optimizer",)
-    return Fault(kind, who, chance.randint(1, 5), chance.choice(phases))
+    first = 2 if kind == "raise" else 1  # an error of the task in its first step is a mistake: exit code 2, and no rank
+    return Fault(kind, who, chance.randint(first, 5), chance.choice(phases))
 
 
 def _fitting(layout: Layout, kinds: dict[str, int]) -> dict[str, int]:

@@ -189,7 +189,7 @@ class _Rank:
         self._observer.note_end(self._watched, code)
         if code != ExitCode.DONE or self._watched.pulse.kind is Kind.ENDED:
             return code
-        report_failure(self._early_end(), str(self._watched.errors), lost_a_rank=self._watched.pulse.step > 0)
+        report_failure(self._early_end(), str(self._watched.errors), lost_a_rank=self._has_met_the_others())
         return ExitCode.FAILED
 
     def wait(self, timeout: float | None = None) -> int | None:
@@ -197,8 +197,12 @@ class _Rank:
         self._process.wait(timeout)
         return self.poll()
 
+    def _has_met_the_others(self) -> bool:
+        # a resumed run may evaluate, and wait for that, before its first step
+        return self._watched.pulse.step > 0 or self._watched.pulse.kind is not Kind.START
+
     def _early_end(self) -> UserError:
-        if self._watched.pulse.step:
+        if self._has_met_the_others():
             return UserError(
                 "this process ended with exit code 0 before its run was complete",
                 remedy="look for what ends it, such as os._exit() in the task or a callback",

@@ -79,6 +79,14 @@ def test_a_rank_that_ends_without_having_met_the_others_has_failed(script: str) 
     assert "this process ended with exit code 0 before it had met the others" in said
 
 
+def test_a_rank_that_ends_in_an_evaluation_before_its_first_step_is_lost() -> None:
+    """As of a run that is resumed where an evaluation is due."""
+    script = REPORT.replace("ENDED", "CALLBACK").partition("names =")[0]
+    ((code, said),) = run_ranks(launch_script, 1, script)
+    assert code == 1
+    assert "this process ended with exit code 0 before its run was complete" in said
+
+
 def explained(failure: ProcessFailure, nodes: int = 1) -> End:
     return explain({0: failure}, Observer(LimitsSection(), timeout=10, host="node-a" if nodes > 1 else ""))
 
