@@ -59,6 +59,10 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+EMA = "ema"
+"""The key of the moving average of a parameter, among the optimizer's tensors."""
+
+
 @dataclass
 class Snapshot:
     """Everything that a run needs to go on from a step, gathered from all ranks."""

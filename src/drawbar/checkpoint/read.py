@@ -21,6 +21,7 @@ from torch import Tensor
 from drawbar.checkpoint.block_checksums import VerifiedFile, checksums_size
 from drawbar.checkpoint.format import (
     CHECKSUMS_SUFFIX,
+    EMA,
     INDEX_FILE,
     MANIFEST_FILE,
     REPLACED,
@@ -76,6 +77,14 @@ def open_snapshot(folder: Path) -> Snapshot:
         rng=_read_generators(read_checked(folder, RNG_FILE, parts.manifest)),
         state=decode_state(read_checked(folder, STATE_FILE, parts.manifest)),
     )
+
+
+def weights_to_use(snapshot: Snapshot) -> Mapping[str, Tensor]:
+    """The model's tensors of an opened checkpoint, with the moving averages of those that have one (``optim.ema``)."""
+    model, optimizer = snapshot.model, snapshot.optimizer
+    assert isinstance(model, _PartTensors), "only opened checkpoints are used"
+    assert isinstance(optimizer, _PartTensors), "only opened checkpoints are used"
+    return model.with_averages(optimizer)
 
 
 def is_of_other_run(folder: Path, run: str | None) -> bool:
@@ -440,6 +449,11 @@ class _PartTensors(StoredTensors):
 
     def renamed(self, names: Mapping[str, str]) -> "_PartTensors":
         return _PartTensors(self._files, {new: self._names[present] for new, present in names.items()})
+
+    def with_averages(self, optimizer: "_PartTensors") -> "_PartTensors":
+        averages = {name: f"{stored}/{EMA}" for name, stored in self._names.items()}
+        found = {name: optimizer._names[key] for name, key in averages.items() if key in optimizer}
+        return _PartTensors(self._files, {**self._names, **found})
 
     def shape(self, name: str) -> torch.Size:
         return self._files.shape(self._names[name])

@@ -148,6 +148,13 @@ LIMITS = (
         "set optim.name=adamw, or parallel.strategy=fsdp",
     ),
     Rule(
+        "ema with deepspeed",
+        ("optim.ema", "parallel.strategy"),
+        lambda c: is_deepspeed(c) and c.optim.ema is not None,
+        "DeepSpeed keeps the weights itself, and other ones while it evaluates are not possible",
+        "remove optim.ema, or set parallel.strategy=zero1 or fsdp",
+    ),
+    Rule(
         "state_dtype with deepspeed",
         ("optim.state_dtype", "parallel.strategy"),
         lambda c: is_deepspeed(c) and c.optim.state_dtype != "fp32",

@@ -162,7 +162,7 @@ def bytes_of_state(task: Task, config: RunConfig) -> int:
     model, _ = build_weightless(task, config)
     put_generators_back()
     store_frozen_weights_low(model, config)
-    trained = BYTES_PER_PARAMETER[config.optim.state_dtype]
+    trained = BYTES_PER_PARAMETER[config.optim.state_dtype] + (0 if config.optim.ema is None else 4)
     return sum(p.numel() * (trained if p.requires_grad else p.itemsize) for p in model.parameters())
 
 

@@ -6,7 +6,7 @@ contract: gradients are those of ``sum(loss) / sum(num_targets)`` over the globa
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -124,9 +124,13 @@ class Engine:
         """See :class:`LocalModel`."""
         self._local.check_buffers(self.task)
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Context manager for evaluation or prediction steps: parameters that FSDP keeps gathered are freed on exit."""
-        return free_gathered(self.module)
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context manager for evaluation or prediction steps: the weights are their moving averages, if the run keeps
+        such, and parameters that FSDP keeps gathered are freed on exit."""
+        average = self.parts.average
+        with nullcontext() if average is None else average.in_place_of_weights(), free_gathered(self.module):
+            yield
 
     def eval_step(self, batch: Batch) -> EvalResult:
         """Loss and predictions of this rank's batch, without gradients. All ranks must call it equally often."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.local_model import LocalModel
+from drawbar.optim.average import WeightAverage
 from drawbar.parallel.local_boxes import LocalBox
 from drawbar.tasks.batch import Batch
 
@@ -121,3 +122,5 @@ class EngineParts:
     executor: Executor
     updater: Updater
     state: StateAccess
+    average: WeightAverage | None = None
+    """The moving average of the weights, with ``optim.ema``."""

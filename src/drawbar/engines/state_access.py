@@ -48,9 +48,12 @@ class TorchState:
         return host_copies(saved_tensors(self.module, self.config), self.keeps, self._full)
 
     def optimizer(self) -> dict[str, torch.Tensor]:
-        tensors = optimizer_state(self._names(), [local_optimizer(optimizer) for optimizer in self.optimizers])
-        if any(is_zero1(optimizer) for optimizer in self.optimizers):  # the other ranks have the rest
-            return self.world.gather_dict(host_copies(tensors))
+        partitioned = list(filter(is_zero1, self.optimizers))
+        if partitioned:  # the other ranks have the rest
+            whole = [optimizer for optimizer in self.optimizers if not is_zero1(optimizer)] if self.keeps else []
+            parts = optimizer_state(self._names(), [*map(local_optimizer, partitioned), *whole])
+            return self.world.gather_dict(host_copies(parts))
+        tensors = optimizer_state(self._names(), self.optimizers)
         return host_copies(tensors, self.keeps, lambda name, t: self._full(name.rpartition("/")[0], t))
 
     def gradients(self) -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ from drawbar.engines.parts import EngineParts, Executor
 from drawbar.engines.state_access import StagesState, TorchState
 from drawbar.engines.updaters import SquaredNorm, StagesSquaredNorm, TorchUpdater, model_squared_norm
 from drawbar.errors import ExitCode, UserError
+from drawbar.optim.average import WeightAverage
 from drawbar.optim.optimizers import build_optimizers
 from drawbar.parallel.apply import parallelize
 from drawbar.parallel.context import ContextParallel, check_context
@@ -149,7 +150,11 @@ def assemble(
         shards_logits=_shards_logits(task, world),
         loss_in_head=local.loss_in_head,
     )
-    optimizers = list(map(wrap_optimizer, build_optimizers(local.module, config.optim)))
+    optimizers = [
+        # the average of all weights is on every rank: whoever evaluates needs it
+        optimizer if isinstance(optimizer, WeightAverage) else wrap_optimizer(optimizer)
+        for optimizer in build_optimizers(local.module, config.optim)
+    ]
     return _with_optimizers(config, world, local, executor, optimizers, model_squared_norm, world.is_rank0)
 
 
@@ -164,7 +169,9 @@ def _with_optimizers(
 ) -> EngineParts:
     scaler = LossScaler(config.precision)
     updater = TorchUpdater(local.module, optimizers, scaler, world.device, config.train.gradient_clip, norm)
-    return EngineParts(local, executor, updater, TorchState(local, optimizers, scaler, config, world, keeps))
+    state = TorchState(local, optimizers, scaler, config, world, keeps)
+    average = next((optimizer for optimizer in optimizers if isinstance(optimizer, WeightAverage)), None)
+    return EngineParts(local, executor, updater, state, average)
 
 
 def _shards_logits(task: Task, world: Distributed) -> bool:
@@ -211,7 +218,8 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
     optimizers = build_optimizers(local.module, config.optim, local.meta_model)
     norm = StagesSquaredNorm(stages.group, tied)
     parts = _with_optimizers(config, world, local, executor, optimizers, norm, world.dims.is_stage_leader(world.rank))
-    return EngineParts(local, executor, parts.updater, StagesState(parts.state, local, config, world, stages.tied_name))
+    state = StagesState(parts.state, local, config, world, stages.tied_name)
+    return EngineParts(local, executor, parts.updater, state, parts.average)
 
 
 class _UsageCheck:

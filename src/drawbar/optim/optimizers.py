@@ -9,6 +9,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from drawbar.config.schema.run_config import OptimSection
 from drawbar.errors import UserError
+from drawbar.optim.average import WeightAverage
 from drawbar.optim.bf16_moments import AdamWBf16Moments
 from drawbar.optim.groups import ParameterSettings, grouped, parameter_settings, undecayed_names
 from drawbar.optim.muon import Muon
@@ -31,7 +32,7 @@ def build_optimizers(model: nn.Module, config: OptimSection, full_model: nn.Modu
 
     One optimizer, or two: for ``muon`` (Muon, then AdamW), and for moments in bf16 (``AdamWBf16Moments``, then AdamW).
     Each learning rate is ``config.lr``, the peak; ``set_learning_rate`` changes it before each step. The parameter
-    groups are those of ``grouped``.
+    groups are those of ``grouped``. With ``config.ema``, the last one is a ``WeightAverage``.
 
     - ``adamw``: decoupled weight decay (https://arxiv.org/abs/1711.05101), fused where the device can; with
       ``state_dtype=bf16`` its moments are kept in bf16 (``AdamWBf16Moments``).
@@ -48,6 +49,11 @@ def build_optimizers(model: nn.Module, config: OptimSection, full_model: nn.Modu
         UserError: nothing to train, no matrix for Muon, or no blocks for ``layer_lr_decay``.
     """
     settings = parameter_settings(full_model or model, config)
+    optimizers = _optimizers(model, config, settings)
+    return optimizers if config.ema is None else [*optimizers, WeightAverage(grouped(model, settings), config.ema)]
+
+
+def _optimizers(model: nn.Module, config: OptimSection, settings: Settings) -> list[Optimizer]:
     match config.name:
         case "adamw" if config.state_dtype == "bf16":
             return _adamw_with_bf16_moments(model, config, settings)

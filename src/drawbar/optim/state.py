@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from drawbar.checkpoint.format import EMA
 from drawbar.errors import UserError
+from drawbar.optim.average import WeightAverage
 
 Names = Mapping[nn.Parameter, str]
 """The name of each parameter in the whole model."""
@@ -54,6 +56,7 @@ def load_optimizer_state(
             index: {
                 key: _beside(parameter, shard(parameter, tensors, f"{names[parameter]}/{key}"))
                 for key in sorted(keys[names[parameter]])
+                if (key == EMA) == isinstance(optimizer, WeightAverage)
             }
             for index, parameter in sorted(enumerate(parameters), key=lambda numbered: names[numbered[1]])
             if names[parameter] in keys
@@ -96,5 +99,6 @@ def missing_adam_key(names: Iterable[str]) -> str | None:
     for name in names:
         parameter, _, key = name.rpartition("/")
         found.setdefault(parameter, set()).add(key)
-    incomplete = min((parameter for parameter, keys in found.items() if keys < set(ADAM_KEYS)), default=None)
+    found = {parameter: keys & set(ADAM_KEYS) for parameter, keys in found.items()}
+    incomplete = min((parameter for parameter, keys in found.items() if keys and keys < set(ADAM_KEYS)), default=None)
     return None if incomplete is None else f"{incomplete}/{min(set(ADAM_KEYS) - found[incomplete])}"

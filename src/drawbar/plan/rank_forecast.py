@@ -190,7 +190,7 @@ def forecast_rank(
             ]
             optimizers = list(map(local_optimizer, engine.updater.optimizers))
             optimizer = list(chain.from_iterable(map(_state, optimizers)))
-            updated = size_of(chain.from_iterable(map(_updated, optimizers)))
+            updated = size_of(dict.fromkeys(chain.from_iterable(map(_updated, optimizers))))
             recorder.follow(optimizer, OPTIMIZER)
             first, last = steps
             return RankForecast(

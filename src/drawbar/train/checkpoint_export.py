@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drawbar.checkpoint.format import Snapshot
-from drawbar.checkpoint.read import explain_unusable, read_snapshot
+from drawbar.checkpoint.read import explain_unusable, read_snapshot, weights_to_use
 from drawbar.checkpoint.space import rust_errors_as_oserror
 from drawbar.config.schema.run_config import LoraSection, RunConfig
 from drawbar.distributed.process_group import Distributed
@@ -79,11 +79,12 @@ class CheckpointExport:
         self._whole = _checked(build_meta_model(self._task))
         self.model: nn.Module = self._whole
         """The model as trained (with adapters for a LoRA run), usually on the meta device: class and shapes."""
-        self._read: Callable[[str], Tensor] = snapshot.model.__getitem__
+        self._weights = weights_to_use(snapshot)
+        self._read: Callable[[str], Tensor] = self._weights.__getitem__
         if config.lora is not None:
             self._adapt(config.lora, snapshot, world)
         else:
-            check_weights(saved_tensors(self._whole, config), snapshot.model)
+            check_weights(saved_tensors(self._whole, config), self._weights)
 
     def _adapt(self, lora: LoraSection, snapshot: Snapshot, world: Distributed) -> None:
         """Set ``model`` and ``_read`` for a LoRA run, whose checkpoint lacks the frozen weights."""
@@ -95,9 +96,9 @@ class CheckpointExport:
             return
         self.model = _checked(build_meta_model(self._task))
         warn_of_other_base(snapshot, add_adapters_to_meta_model(self.model, lora, weights))
-        check_weights(saved_tensors(self.model, self._config), snapshot.model)
+        check_weights(saved_tensors(self.model, self._config), self._weights)
         adapted = adapted_parameters(self.model) if merge else {}
-        self._read = partial(_read_adapted, adapted, snapshot.model, weights)
+        self._read = partial(_read_adapted, adapted, self._weights, weights)
 
     def write(self, folder: Path) -> None:
         """Write config, weights and tokenizer.

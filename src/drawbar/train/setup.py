@@ -15,7 +15,7 @@ import torch
 from drawbar.checkpoint.all_ranks import read_on_all_ranks, run_on_all_ranks
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot
-from drawbar.checkpoint.read import explain_unusable
+from drawbar.checkpoint.read import explain_unusable, weights_to_use
 from drawbar.checkpoint.space import rust_errors_as_oserror
 from drawbar.config.io.compare import Difference
 from drawbar.config.io.fields import show
@@ -296,7 +296,7 @@ def open_checkpoint(task: Task, config: RunConfig, checkpoint: str | None, world
         seed_everything(config.run.seed, world.dims.seed_rank(world.rank))
         warn_of_other_base(snapshot, engine.base)
         with explain_unusable(path):
-            run_on_all_ranks(path, world, f"loading {path}", lambda: engine.load_model(snapshot.model))
+            run_on_all_ranks(path, world, f"loading {path}", lambda: engine.load_model(weights_to_use(snapshot)))
     logger.info("checkpoint: %s", path)
     return engine, snapshot.step
 

@@ -130,6 +130,7 @@ BREAKING = {
     "deepspeed with sequence": [["deepspeed={}", "parallel.tensor=2", "parallel.sequence=true"]],
     "deepspeed with context": [["deepspeed={}", "parallel.context=2"]],
     "muon with deepspeed": [["deepspeed={}", "optim.name=muon"], ["parallel.strategy=deepspeed", "optim.name=muon"]],
+    "ema with deepspeed": [["deepspeed={}", "optim.ema=0.99"]],
     "state_dtype with deepspeed": [["deepspeed={}", "optim.state_dtype=bf16"]],
     "adafactor with deepspeed": [["deepspeed={}", "optim.name=adafactor", "parallel.zero_stage=0"]],
     "deepspeed on mps": [["deepspeed={}", "device=mps"]],

@@ -66,6 +66,7 @@ OUR_NAMES: dict[str, tuple[str, ...]] = {
     "embedding_lr": ("optim.groups",),
     "unfrozen_parameters": ("optim.groups",),
     "label_smoothing_factor": ("task.label_smoothing",),
+    "ema_decay": ("optim.ema",),
     "layer_decay": ("optim.layer_lr_decay",),
     "layerwise_lr_decay": ("optim.layer_lr_decay",),
     "adafactor": ("optim.name=adafactor",),

@@ -173,6 +173,9 @@ class OptimSection(Section):
     """Fraction of the schedule's steps that `wsd` spends decaying."""
     power: Annotated[float, Field(gt=0)] = 1.0
     """Exponent of `polynomial`."""
+    ema: Fraction | None = None
+    """Decay of an exponential moving average of the weights, such as 0.999. Evaluations, `predict`, `generate`
+    and exports use the average; training does not. It takes 4 bytes per trained parameter."""
     groups: list[ParameterGroup] = []
     """Settings for some parameters, by name. A parameter belongs to the first group that matches."""
     layer_lr_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
