@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from drawbar.errors import UserError
-from drawbar.util.atomic_files import write_atomically
+from drawbar.util.atomic_files import replacing
 from drawbar.util.best_score import BEST_FILE, BestScore
 from drawbar.util.registry import load_points
 from drawbar.util.run_dir import LOCK_FILE, METRICS_FILE, STATUS_FILE, is_run_dir, newest_step
@@ -62,9 +62,10 @@ class RunStatus:
 
 
 def write_run_status(run_dir: Path, state: RunState, step: int, total_steps: int, started: float) -> None:
-    """Write ``status.json``. Raises OSError if that fails."""
+    """Write ``status.json``. Raises OSError if that fails; a run directory that was deleted is not made again."""
     status = RunStatus(state, step, total_steps, round(time.time(), 3), started)
-    write_atomically(run_dir / STATUS_FILE, json.dumps(asdict(status)).encode() + b"\n")
+    with replacing(run_dir / STATUS_FILE, one_writer=False, durable=False) as file:
+        file.write(json.dumps(asdict(status)).encode() + b"\n")
 
 
 @dataclass(frozen=True)

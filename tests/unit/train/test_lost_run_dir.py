@@ -11,6 +11,7 @@ import drawbar
 from conftest import make_project
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.errors import ExitCode, UserError
+from drawbar.tracking.run_view import write_run_status
 from harness import run_cli, run_ranks, wait_until
 from runs import Fit, fit_in, losses
 
@@ -116,3 +117,9 @@ def test_a_checkpoint_of_another_run_is_set_aside(
     assert "another run wrote it" in capfd.readouterr().err
     assert copy.with_name(f"{copy.name}.unusable").exists()
     assert losses(run) == losses(run.parent / "whole")
+
+
+def test_the_status_of_a_run_makes_no_directory_again(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        write_run_status(tmp_path / "deleted", "complete", 3, 3, started=0.0)
+    assert not (tmp_path / "deleted").exists()
