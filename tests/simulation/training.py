@@ -102,7 +102,7 @@ class Engine:
         one = torch.tensor(1.0)
         return StepResult(one, one, num_targets, 0.1, skipped=False, rejected=False, own_loss=one)
 
-    def check_buffers(self) -> None: ...
+    def check_savable(self) -> None: ...
 
     def state(self) -> EngineState:
         return EngineState(

@@ -155,6 +155,13 @@ LIMITS = (
         "remove optim.ema, or set parallel.strategy=zero1 or fsdp",
     ),
     Rule(
+        "other optimizers with deepspeed",
+        ("optim.name", "parallel.strategy"),
+        lambda c: is_deepspeed(c) and ":" in c.optim.name,
+        "DeepSpeed's ZeRO was tested with few optimizers, and is here only with adamw and sgd",
+        "set optim.name=adamw, or parallel.strategy=zero1 or fsdp",
+    ),
+    Rule(
         "state_dtype with deepspeed",
         ("optim.state_dtype", "parallel.strategy"),
         lambda c: is_deepspeed(c) and c.optim.state_dtype != "fp32",

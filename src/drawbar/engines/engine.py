@@ -120,9 +120,12 @@ class Engine:
         unchanged. Collective."""
         share_buffers(self.module, self._local.replica_groups)
 
-    def check_buffers(self) -> None:
-        """See :class:`LocalModel`."""
+    def check_savable(self) -> None:
+        """Raise UserError if a resumed run could not load the model's buffers, or if, after a step, the state of the
+        user's optimizer cannot be saved."""
         self._local.check_buffers(self.task)
+        if ":" in self.config.optim.name:
+            self._state.local_optimizer_boxes()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -1,12 +1,14 @@
 """Optimizers from the configuration: torch's own, AdamW with moments in bf16, and Muon in a chosen dtype."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
+from drawbar.config.io.user_modules import import_user_object, make_with_options
 from drawbar.config.schema.run_config import OptimSection
 from drawbar.errors import UserError
 from drawbar.optim.average import WeightAverage
@@ -39,6 +41,8 @@ def build_optimizers(model: nn.Module, config: OptimSection, full_model: nn.Modu
     - ``sgd``: torch adds the decay to the gradient; that is decoupled decay only while momentum is 0.
     - ``adafactor``: ``lr`` is relative to the size of each parameter, at most ``1/sqrt(step)``
       (https://arxiv.org/abs/1804.04235).
+    - ``package.module:Class``: that, with the parameter groups, ``lr`` and ``config.options``. Under strategies that
+      shard parameters it must update each element by itself.
     - ``muon``: for the matrices inside the model, AdamW for everything else. ``muon_precision=auto`` counts as
       fp32 here; in a run, ``build_engine`` has replaced it by what suits the device.
 
@@ -65,6 +69,23 @@ def _optimizers(model: nn.Module, config: OptimSection, settings: Settings) -> l
             return [Adafactor(grouped(model, settings), lr=config.lr)]
         case "muon":
             return _muon(model, config, settings)
+        case _:
+            return [_own(grouped(model, settings), config)]
+
+
+def _own(groups: list[dict[str, Any]], config: OptimSection) -> Optimizer:
+    """An optimizer of a library's or of a user's."""
+    name = config.name
+    factory = import_user_object(name, "optimizer", "optim.name", "Class")
+    make = partial(factory, groups, lr=config.lr)
+    optimizer = make_with_options(make, config.options, f"the optimizer {name}", "optim.options")
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    raise UserError(
+        f"{name} makes a {type(optimizer).__name__}, which is no torch.optim.Optimizer",
+        where="optim.name",
+        remedy="name a class of optimizers, or a function that returns one",
+    )
 
 
 def _adamw(groups: list[dict[str, Any]], config: OptimSection, optimizer_class: type[AdamW] = AdamW) -> AdamW:

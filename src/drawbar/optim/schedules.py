@@ -4,10 +4,14 @@ A pure function needs no state in a checkpoint, and no resume can get it wrong.
 """
 
 import math
+from collections.abc import Callable
+from functools import cache
 
 from torch.optim import Optimizer
 
+from drawbar.config.io.user_modules import cause, import_user_object
 from drawbar.config.schema.run_config import OptimSection
+from drawbar.errors import UserError
 
 INVERSE_SQRT_TIMESCALE = 10_000
 """transformers' time scale, in steps, for ``inverse_sqrt`` without a warm-up."""
@@ -36,10 +40,17 @@ def learning_rate_scale(step: int, total_steps: int, config: OptimSection) -> fl
     - ``wsd``: 1, then over the last D = ⌈decay·T⌉ steps ``m + (1 − m)·(1 + cos(π·q)) / 2``, where q is the
       progress of the decay; transformers' ``warmup_stable_decay`` with its default shape. Where warm-up and decay
       overlap, the decay is shorter and starts after the warm-up.
+
+    Your own, ``package.module:function``, is called with ``(step, total_steps, config)``, and also warms up.
+
+    Raises:
+        UserError: your own fails, or gives no number of at least 0.
     """
     if config.schedule_steps is not None:
         total_steps = config.schedule_steps
         step = min(step, total_steps - 1)
+    if ":" in config.schedule:
+        return _own_scale(step, total_steps, config)
     warmup = warmup_steps(total_steps, config)
     if step < warmup:
         return _from_floor(step / warmup, config) if config.schedule == "wsd" else step / warmup
@@ -61,6 +72,29 @@ def learning_rate_scale(step: int, total_steps: int, config: OptimSection) -> fl
             if step < decay_start:
                 return 1.0
             return _from_floor(_half_cosine(_progress(step, decay_start, total_steps)), config)
+    raise AssertionError(f"{config.schedule} is no schedule")
+
+
+def _own_scale(step: int, total_steps: int, config: OptimSection) -> float:
+    """What the user's function gives. Raises UserError if that is no share of a learning rate."""
+    function = _own_function(config.schedule)
+    try:
+        scale = float(function(step, total_steps, config))
+        if 0 <= scale < math.inf:
+            return scale
+        problem = f"gives {scale}"
+    except Exception as error:  # noqa: BLE001 - whatever a user's function raises
+        problem = f"fails: {cause(error)}"
+    raise UserError(
+        f"{config.schedule} {problem} for step {step} of {total_steps}",
+        where="optim.schedule",
+        remedy="let it return the share of the peak learning rate, from (step, total_steps, optim)",
+    )
+
+
+@cache
+def _own_function(name: str) -> Callable[[int, int, OptimSection], float]:
+    return import_user_object(name, "schedule", "optim.schedule", "function")
 
 
 def warmup_steps(total_steps: int, config: OptimSection) -> int:

@@ -23,14 +23,25 @@ def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> dict[str, 
     """The tensors of all optimizers as ``{"<parameter>/<key>": tensor}`` (``lm_head.weight/exp_avg``).
 
     The groups' settings are left out: learning rate, betas and decay are the configuration's.
+
+    Raises:
+        UserError: an optimizer of the user's keeps something else than tensors.
     """
-    return {
+    found = {
         f"{names[parameter]}/{key}": value
         for optimizer in optimizers
         for parameter, values in optimizer.state.items()
         for key, value in values.items()
         if value is not None  # SGD's momentum buffer before its first use
     }
+    other = next((name for name, value in found.items() if not isinstance(value, torch.Tensor)), None)
+    if other is not None:
+        raise UserError(
+            f"the optimizer keeps {other} as {type(found[other]).__name__}, and checkpoints hold tensors",
+            where="optim.name",
+            remedy="name an optimizer whose state is tensors, as that of torch's own",
+        )
+    return found
 
 
 def load_optimizer_state(

@@ -50,7 +50,7 @@ def check_on_samples(
 
     Raises:
         UserError: as ``check_saved_state``, ``first_samples``, ``check_task``, ``check_evaluation``, ``check_mode`` and
-            ``engine.check_buffers`` do.
+            ``engine.check_savable`` do.
     """
     train, validation = opened
     world.set_activity("trying the task on a sample")
@@ -61,7 +61,7 @@ def check_on_samples(
         first = first_samples(validation, task, config, world, console)
         check_evaluation(task, engine, first, config.eval.metric)
         check_mode(config.eval)
-    engine.check_buffers()
+    engine.check_savable()
     return tried
 
 

@@ -247,9 +247,9 @@ class Saver:
             self._writer.wait()
         return all(self._world.all_gather(not self._writer.has_failed))
 
-    def check_buffers(self) -> None:
-        """Raise UserError if a resumed run could no longer load the model's buffers."""
-        self._engine.check_buffers()
+    def check_savable(self) -> None:
+        """Raise UserError if a resumed run could not load what would be saved."""
+        self._engine.check_savable()
 
     def save(self, progress: RunProgress) -> None:
         """Save this step; if it already has a checkpoint, update only the progress and the position in the data.
@@ -262,7 +262,7 @@ class Saver:
                 self._writer.submit_after_success(self._background_write(progress, amend))
             return
         assert self._engine.step == progress.step, "a checkpoint has the weights of its step"
-        self.check_buffers()
+        self.check_savable()
         self._wait_and_agree(progress)  # never two copies in host memory
         begin = time.monotonic()
         values = {

@@ -130,6 +130,8 @@ BREAKING = {
     "deepspeed with sequence": [["deepspeed={}", "parallel.tensor=2", "parallel.sequence=true"]],
     "deepspeed with context": [["deepspeed={}", "parallel.context=2"]],
     "muon with deepspeed": [["deepspeed={}", "optim.name=muon"], ["parallel.strategy=deepspeed", "optim.name=muon"]],
+    "options of optimizers": [["optim.options={betas: [0.8, 0.9]}"]],
+    "other optimizers with deepspeed": [["deepspeed={}", "optim.name=torch.optim:RAdam"]],
     "ema with deepspeed": [["deepspeed={}", "optim.ema=0.99"]],
     "state_dtype with deepspeed": [["deepspeed={}", "optim.state_dtype=bf16"]],
     "adafactor with deepspeed": [["deepspeed={}", "optim.name=adafactor", "parallel.zero_stage=0"]],

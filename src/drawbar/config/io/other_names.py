@@ -73,6 +73,8 @@ OUR_NAMES: dict[str, tuple[str, ...]] = {
     "adam_beta1": ("optim.betas",),
     "adam_beta2": ("optim.betas",),
     "adam_epsilon": ("optim.eps",),
+    "optimizer_cls_and_kwargs": ("optim.name", "optim.options"),
+    "optim_args": ("optim.options",),
     "lr_scheduler": ("optim.schedule",),
     "lr_scheduler_type": ("optim.schedule",),
     "scheduler": ("optim.schedule",),

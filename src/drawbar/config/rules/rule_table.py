@@ -211,9 +211,9 @@ OPTIMIZATION = (
     Rule(
         "momentum",
         ("optim.name", "optim.momentum"),
-        lambda c: c.optim.momentum is not None and c.optim.name in ("adamw", "adafactor"),
+        lambda c: c.optim.momentum is not None and c.optim.name not in ("sgd", "muon"),
         "only sgd and muon have momentum",
-        "remove optim.momentum; adamw's counterpart is optim.betas",
+        "remove optim.momentum; adamw's counterpart is optim.betas, and your own optimizer's is in optim.options",
     ),
     Rule(
         "muon_precision",
@@ -233,10 +233,17 @@ OPTIMIZATION = (
         "betas and eps",
         ("optim.name", "optim.betas", "optim.eps"),
         lambda c: (
-            c.optim.name in ("sgd", "adafactor") and (c.optim.betas, c.optim.eps) != (DEFAULTS.betas, DEFAULTS.eps)
+            c.optim.name not in ("adamw", "muon") and (c.optim.betas, c.optim.eps) != (DEFAULTS.betas, DEFAULTS.eps)
         ),
         "only adamw and muon (for the parameters that adamw updates) use them",
-        "remove optim.betas and optim.eps",
+        "remove optim.betas and optim.eps; your own optimizer's are in optim.options",
+    ),
+    Rule(
+        "options of optimizers",
+        ("optim.name", "optim.options"),
+        lambda c: bool(c.optim.options) and ":" not in c.optim.name,
+        "the settings of drawbar's own optimizers are in the section optim itself",
+        "remove optim.options, or set optim.name=package.module:Class",
     ),
     Rule(
         "min_lr_ratio",

@@ -142,9 +142,14 @@ class ParameterGroup(Section):
     """Do not train these parameters."""
 
 
+OwnName = Annotated[str, text_of("the form package.module:name", r"^[\w.]+:\w+$")]
+"""Something of a user's or of a library's."""
+
+
 class OptimSection(Section):
-    name: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"
-    """The optimizer. `muon` updates the matrices inside the model; embeddings, norms and biases use AdamW."""
+    name: Literal["adamw", "sgd", "adafactor", "muon"] | OwnName = "adamw"
+    """The optimizer. `muon` updates the matrices inside the model; embeddings, norms and biases use AdamW. Any other
+    class, such as `torch.optim:RAdam`, is called with the parameter groups, `lr` and `optim.options`."""
     lr: Annotated[float, Field(ge=0)] = 3.0e-4
     """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
@@ -160,8 +165,9 @@ class OptimSection(Section):
     state_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which `adamw` stores its two moments. `bf16` halves their memory and rounds them stochastically;
     parameters with fewer than 4,096 elements keep fp32."""
-    schedule: Literal["linear", "cosine", "constant", "polynomial", "inverse_sqrt", "wsd"] = "linear"
-    """Learning rate schedule after the warm-up; `wsd` is warm-up, stable, decay."""
+    schedule: Literal["linear", "cosine", "constant", "polynomial", "inverse_sqrt", "wsd"] | OwnName = "linear"
+    """Learning rate schedule after the warm-up; `wsd` is warm-up, stable, decay. Your own, as
+    `package.module:function`, gives the share of the peak for `(step, total_steps, optim)`, warm-up included."""
     schedule_steps: Count | None = None
     """Length of the schedule, in steps; after it, the learning rate stays constant. Default: all steps of the run. If a
     run is extended, the schedule is recomputed for the new length, unless this is set to the old one."""
@@ -173,6 +179,8 @@ class OptimSection(Section):
     """Fraction of the schedule's steps that `wsd` spends decaying."""
     power: Annotated[float, Field(gt=0)] = 1.0
     """Exponent of `polynomial`."""
+    options: Annotated[dict[Text, Any], AfterValidator(refuse_secrets)] = {}
+    """Further arguments of an optimizer given as `package.module:Class`."""
     ema: Fraction | None = None
     """Decay of an exponential moving average of the weights, such as 0.999. Evaluations, `predict`, `generate`
     and exports use the average; training does not. It takes 4 bytes per trained parameter."""

@@ -23,7 +23,7 @@ class SaveCallback(Callback):
     def on_step(self, run: RunHandle, info: StepInfo) -> None:
         self._newest = info
         if info.step == self._run.saver.first_step:  # detect an unsavable run before hours of training
-            self._run.saver.check_buffers()
+            self._run.saver.check_savable()
         is_due = self._every is not None and info.step % self._every == 0
         if info.last or is_due or self._run.stop.reason is Reason.SAVE:  # requested by a callback before this step
             save(self._run, info)
