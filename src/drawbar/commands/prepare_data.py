@@ -7,6 +7,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from drawbar.commands.show_rows import show_rows
 from drawbar.config.schema.data_section import DataSection
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import MicroBatchSize
@@ -31,8 +32,11 @@ ROWS_AT_A_TIME = 2**16
 """Rows of an epoch whose order is computed at once, rounded up to whole global batches."""
 
 
-def prepare_run(config: RunConfig, task_type: type[Task] | None) -> None:
+def prepare_run(config: RunConfig, task_type: type[Task] | None, show: int = 0) -> None:
     """Encode every split except a streamed one into the cache, and print statistics. No model is built.
+
+    Args:
+        show: number of training rows to print as text.
 
     Raises:
         UserError: as for the run itself; or there is nothing to prepare.
@@ -56,6 +60,8 @@ def prepare_run(config: RunConfig, task_type: type[Task] | None) -> None:
             console.stop()  # before the tables, which would break up a live bar
         _describe(splits, config.data)
         steps = _describe_batches(task, splits[0], config, world) if splits[0].name == "train" else None
+        if show and splits[0].name == "train":
+            show_rows(task, splits[0], config, show)
         cache = config.cache_dir
         per_epoch = f"; {steps:,} steps per epoch" if steps is not None else ""
         console.message(f"cache: {cache}, {readable(bytes_below(cache))} in total{per_epoch}")
