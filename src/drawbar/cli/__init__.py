@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from drawbar.cli.arguments import explain_option
+from drawbar.cli.chat import chat
 from drawbar.cli.checkpoint import checkpoint
 from drawbar.cli.completion import completion
 from drawbar.cli.config import config
@@ -36,7 +37,7 @@ _FIRST_RANK_SECONDS = 4.0
 """Seconds that other ranks wait before they print an error; DeepSpeed's launcher ends them earlier if rank 0 failed."""
 
 
-CORE = (init, prepare, train, evaluate, predict, generate, export, runs, watch, checkpoint, config, completion)
+CORE = (init, prepare, train, evaluate, predict, generate, chat, export, runs, watch, checkpoint, config, completion)
 """The commands that are always available. Entry points register the others, including those of other packages."""
 COMMANDS_GROUP = "drawbar.commands"
 
@@ -55,7 +56,7 @@ class Commands(click.Group):
 
     SECTIONS = {
         "Train": ("init", "prepare", "plan", "train"),
-        "Use what was trained": ("eval", "predict", "generate", "export"),
+        "Use what was trained": ("eval", "predict", "generate", "chat", "export"),
         "Look at runs": ("runs", "watch", "report", "logs", "checkpoint"),
         "Jobs on clusters and hosts": ("submit", "jobs", "status", "cancel", "resume"),
         "Check and compare": ("doctor", "parity", "convert"),
@@ -63,7 +64,7 @@ class Commands(click.Group):
     }
     """The order of commands in the help. Commands from other packages follow."""
     ELSEWHERE = {
-        "generate": ("chat", "infer", "inference", "sample", "complete"),
+        "generate": ("infer", "inference", "sample", "complete"),
         "train": ("sft", "finetune", "fit", "launch", "run", "pretrain", "lora"),
         "eval": ("evaluate", "test", "validate", "score"),
         "export": ("merge", "merge-lora", "save"),
@@ -128,6 +129,7 @@ Examples:
   drawbar eval runs/demo --checkpoint best           scores of the best checkpoint
   drawbar predict runs/demo --input new.tsv --output out.jsonl
   drawbar generate runs/demo --prompt "def main("    text from the model
+  drawbar chat runs/demo                             talk to the model
   drawbar export runs/demo --to demo-model           a folder for transformers' from_pretrained
   drawbar convert runs/demo --to dcp --output dcp    a checkpoint for other programs
   drawbar checkpoint list runs/demo                  steps, sizes, and the best checkpoint

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Callable
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import click
@@ -13,6 +15,27 @@ from drawbar.errors import visible
 if TYPE_CHECKING:
     from drawbar.evaluation.text_generation import Prompt
     from drawbar.tasks.task import Task
+
+SAMPLING = (
+    click.option(
+        "--max-new-tokens",
+        type=click.IntRange(min=1),
+        default=128,
+        show_default=True,
+        help="Maximum number of tokens to generate.",
+    ),
+    click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0 is greedy."),
+    click.option("--top-k", type=click.IntRange(min=0), default=50, show_default=True, help="0 for all tokens."),
+    click.option(
+        "--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True, help="1 for all."
+    ),
+    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampling."),
+)
+
+
+def sampling_options(command: Callable[..., int]) -> Callable[..., int]:
+    """The options of how a text is sampled."""
+    return reduce(lambda decorated, option: option(decorated), reversed(SAMPLING), command)
 
 
 @click.command(
@@ -49,21 +72,9 @@ Examples:
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing output file.")
 @checkpoint_option
-@click.option(
-    "--max-new-tokens",
-    type=click.IntRange(min=1),
-    default=128,
-    show_default=True,
-    help="Maximum number of tokens to generate.",
-)
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=click.IntRange(min=0), default=50, show_default=True, help="0 for all tokens.")
-@click.option(
-    "--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True, help="1 for all."
-)
+@sampling_options
 @click.option("--beams", type=click.IntRange(min=1), default=1, show_default=True, help="1 disables beam search.")
 @click.option("--raw", is_flag=True, help="Continue the text verbatim, without a chat template or Alpaca prompt.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampling.")
 @click.pass_obj
 def generate(
     task: "type[Task] | None",

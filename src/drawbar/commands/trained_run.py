@@ -1,6 +1,6 @@
 """A trained run, opened in Python: ``drawbar.load_run("runs/demo")``."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -101,11 +101,14 @@ class TrainedRun:
         task = self._task_without_labels()
         return self._ask(task, task.probabilities, records)
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[str]:
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], write: Callable[[str], None] | None = None, **sampling: Any
+    ) -> list[str]:
         """The text that the model generates after each prompt. A prompt is a text, the messages of a chat, or a dict of
         ``messages`` and the other inputs of the chat template, such as ``tools``.
 
         Args:
+            write: called with the text of a single prompt, in parts, while it is generated.
             sampling: ``max_new_tokens``, ``temperature`` (0 is greedy), ``top_k``, ``top_p`` and ``beams``.
 
         Raises:
@@ -113,7 +116,7 @@ class TrainedRun:
         """
         is_one = isinstance(prompts, str | dict) or (len(prompts) > 0 and all(map(_is_message, prompts)))
         asked: list[Any] = [prompts] if is_one else list(prompts)
-        return generate_text(self._engine, self.tokenizer, asked, Sampling(**sampling))
+        return generate_text(self._engine, self.tokenizer, asked, Sampling(**sampling), write)
 
     def evaluate(self, split: str = "validation") -> dict[str, float]:
         """The scores on ``train``, ``validation`` or ``test``. Writes nothing but encoded data, to the cache.

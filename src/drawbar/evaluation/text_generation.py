@@ -1,6 +1,6 @@
 """Text generation with a causal language model: batched prompts, with a key-value cache."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,8 +38,17 @@ Prompt = str | list[dict[str, Any]] | dict[str, Any]
 arguments of the chat template, such as ``tools``."""
 
 
-def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sampling: Sampling) -> list[str]:
+def generate_text(
+    engine: Engine,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    write: Callable[[str], None] | None = None,
+) -> list[str]:
     """The model's continuation of each prompt, without the prompt. A text ends when the model has no more positions.
+
+    Args:
+        write: see ``continuations``.
 
     Raises:
         UserError: the model cannot continue a text, or a prompt has no tokens or more than the model has positions.
@@ -69,7 +78,9 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sam
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     batches = [encoded[at : at + PROMPTS_TOGETHER] for at in range(0, len(encoded), PROMPTS_TOGETHER)]
     with engine.inference() as model:
-        return [text for batch in batches for text in continuations(model, tokenizer, batch, pad, sampling.section)]
+        return [
+            text for batch in batches for text in continuations(model, tokenizer, batch, pad, sampling.section, write)
+        ]
 
 
 def _check_prompt_lengths(prompts: list[list[int]], positions: int, sampling: Sampling) -> None:

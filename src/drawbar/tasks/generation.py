@@ -1,12 +1,12 @@
 """Text from a model: prompts in a batch, with a key-value cache, each as if it were alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import StoppingCriteria
+from transformers import StoppingCriteria, TextStreamer
 
 from drawbar.config.schema.task_sections import GenerationSection
 from drawbar.models.heads import longest_input, pads_on_the_left, without_adapter
@@ -73,28 +73,50 @@ def takes_prompts_together(model: nn.Module, length: int) -> bool:
 
 
 def continuations(
-    model: Any, tokenizer: Any, prompts: Sequence[list[int]], pad: int, section: GenerationSection
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[list[int]],
+    pad: int,
+    section: GenerationSection,
+    write: Callable[[str], None] | None = None,
 ) -> list[str]:
     """What a causal model writes after each prompt (a list of tokens), without the prompt. A text ends where the model
     has no more positions.
 
     A model that cannot take padding on the left continues one prompt after another. The ranks of a sharded model then
     need equally many prompts.
+
+    Args:
+        write: called with the text of a single prompt, in parts, as soon as they are there; not with beams.
     """
     longest = max(map(len, prompts), default=0) + section.max_new_tokens
     size = len(prompts) if takes_prompts_together(model, longest) else 1
     batches = [prompts[at : at + size] for at in range(0, len(prompts), size or 1)]
-    tokens = [row for batch in batches for row in _continue(model, batch, pad, section)]
+    options = {} if write is None else {"streamer": _Streamer(tokenizer, write)}
+    tokens = [row for batch in batches for row in _continue(model, batch, pad, section, options)]
     return tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
 
-def _continue(model: Any, prompts: Sequence[list[int]], pad: int, section: GenerationSection) -> list[list[int]]:
+class _Streamer(TextStreamer):
+    """Hands on the text after the prompt, in parts that end between words."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._write = write
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._write(text)
+
+
+def _continue(
+    model: Any, prompts: Sequence[list[int]], pad: int, section: GenerationSection, more: dict[str, Any]
+) -> list[list[int]]:
     inputs = {name: tensor.to(next(model.parameters()).device) for name, tensor in left_padded(prompts).items()}
     longest, limit = inputs["input_ids"].shape[1], longest_input(model)
     most = [section.max_new_tokens] * len(prompts)
     if limit is not None:
         most = [min(section.max_new_tokens, tokens_left(len(prompt), limit)) for prompt in prompts]
-    options = generation_options(section, max(most))
+    options = generation_options(section, max(most)) | more
     if len(set(most)) == 1:
         out_BL = model.generate(**inputs, pad_token_id=pad, **options)
     else:

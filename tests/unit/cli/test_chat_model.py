@@ -1,11 +1,16 @@
 """A chat model from the command line: trained by a template of one's own, asked, exported and asked again."""
 
 import json
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import drawbar
+from drawbar.cli.chat import chat
+from drawbar.errors import UserError
 from harness import Finished, run_cli
 from messages import check_one_message
 
@@ -28,6 +33,16 @@ data: {train: train.jsonl, test: test.jsonl, sequence_length: 64}
 train: {global_batch: 8, steps: 40}
 optim: {lr: 1.0e-2}
 precision: fp32
+device: cpu
+tracking: {tensorboard: false}
+"""
+PLAIN = """
+run: {name: chat}
+task:
+  from_scratch: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2}
+  tokenizer: {train: byte_bpe, vocab_size: 257}
+data: {train: train.jsonl, sequence_length: 64}
+train: {global_batch: 8, steps: 1}
 device: cpu
 tracking: {tensorboard: false}
 """
@@ -83,6 +98,35 @@ def test_chats_from_a_file_are_answered_as_in_a_prediction(project: Path) -> Non
     done = run_cli("eval", "runs/chat", "--split", "test", cwd=project)
     assert done.code == 0, done.err
     assert json.loads((project / "runs/chat/eval/test/scores.json").read_text())["exact_match"] == 1
+
+
+def talk(project: Path, lines: str, *arguments: str) -> list[str]:
+    with chdir(project):
+        done = CliRunner().invoke(chat, ["runs/chat", *GREEDY, *arguments], input=lines, catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout.splitlines()
+
+
+def test_a_chat_goes_on_from_what_was_said(project: Path) -> None:
+    with chdir(project):
+        model = drawbar.load_run("runs/chat")
+        asked = [SYSTEM, question("is yes yes?"), {"role": "assistant", "content": "yes"}, question("is no no?")]
+        (after_another,) = model.generate(asked, temperature=0.0, max_new_tokens=20)
+        parts: list[str] = []
+        assert model.generate(asked, parts.append, temperature=0.0, max_new_tokens=20) == [after_another]
+    assert "".join(parts) == after_another
+    found = talk(project, "is yes yes?\n\nis no no?\n/new\nis no no?\n/exit\nis no no?\n", "--system", "be brief")
+    assert found == ["yes", *after_another.splitlines(), "no"]
+
+
+def test_a_model_that_has_learnt_no_chats_continues_each_line(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(PLAIN)
+    (tmp_path / "train.jsonl").write_text('{"text": "yes or no"}\n' * 9)
+    done = run_cli("train", "config.yaml", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert len(talk(tmp_path, "yes\nno\n", "--max-new-tokens", "1")) >= 2
+    with chdir(tmp_path), pytest.raises(UserError, match="has learnt no chats"):
+        CliRunner().invoke(chat, ["runs/chat", "--system", "x"], catch_exceptions=False)
 
 
 def test_nobody_asks(project: Path) -> None:

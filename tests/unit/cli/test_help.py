@@ -121,9 +121,9 @@ def test_a_command_that_is_called_otherwise_elsewhere_is_named() -> None:
     for name, others in Commands.ELSEWHERE.items():
         assert name in group.commands
         assert not set(others) & group.commands.keys()
-    done = subprocess.run([sys.executable, "-m", "drawbar", "chat", "runs/demo"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "drawbar", "infer", "runs/demo"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "No such command 'chat'; it is called `drawbar generate` here." in done.stderr
+    assert "No such command 'infer'; it is called `drawbar generate` here." in done.stderr
 
 
 def test_the_version_is_told_once() -> None:
