@@ -211,10 +211,13 @@ def add_adapters(model: nn.Module, lora: LoraSection, without_file: Collection[s
             where="lora.dropout",
             remedy="set lora.dropout=0, or leave them out of lora.modules",
         )
+    _check_ranks(lora.ranks, targets)
     trained = [p for module in whole.values() for p in module.parameters() if p.requires_grad]
     config = peft.LoraConfig(
         r=lora.rank,
+        rank_pattern=lora.ranks,
         lora_alpha=lora.alpha,
+        use_rslora=lora.rslora,
         lora_dropout=lora.dropout,
         target_modules=target_setting(model, targets.modules),
         target_parameters=parameter_setting(model, targets.parameters) or None,
@@ -231,6 +234,17 @@ def add_adapters(model: nn.Module, lora: LoraSection, without_file: Collection[s
         # torch's fast path for inference reads the weights of the linear layers and would go round their adapters
         torch.backends.mha.set_fastpath_enabled(False)
     return model
+
+
+def _check_ranks(ranks: Collection[str], targets: Targets) -> None:
+    names = [*targets.modules, *(name.rpartition(".")[0] for name in targets.parameters)]
+    for pattern in ranks:
+        if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):  # as peft matches them
+            raise UserError(
+                f"no module with an adapter has a name that ends in {pattern!r}",
+                where="lora.ranks",
+                remedy=f"name some of: {last_names(names)}",
+            )
 
 
 def add_adapters_to_base(model: nn.Module, lora: LoraSection, without_file: Collection[str]) -> FrozenBaseInfo:

@@ -139,6 +139,11 @@ MODELS: dict[str, tuple[Build, LoraSection, set[str]]] = {
     "gpt2": (gpt2, LoraSection(), {"c_attn"}),
     "gpt2, linear": (gpt2, LoraSection(modules="linear", rank=2, alpha=3.0), {"c_attn", "c_proj", "c_fc"}),
     "gpt2, by name": (gpt2, LoraSection(modules=["mlp.c_proj"]), {"c_proj"}),
+    "llama, of several ranks": (
+        llama,
+        LoraSection(modules="linear", ranks={"down_proj": 3, r"layers\.1\..*proj": 2}, rslora=True),
+        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+    ),
     "bert": (bert, LoraSection(), {"query", "value"}),
     "roberta, linear": (roberta, LoraSection(modules="linear"), {"query", "key", "value", "dense"}),
     "t5": (t5, LoraSection(dropout=0.1), {"q", "v"}),
@@ -419,6 +424,19 @@ def test_adapters_have_the_rank_and_scale_of_the_settings() -> None:
 
     assert layer.lora_A["default"].weight.shape == (4, 16)
     assert layer.scaling == {"default": 1.5}
+
+
+def test_some_adapters_have_a_rank_of_their_own() -> None:
+    model = adapted("llama, of several ranks")
+    layers = {name: model.get_submodule(f"model.layers.{name}") for name in ("0.mlp.down_proj", "1.self_attn.q_proj")}
+    assert {name: len(layer.lora_A["default"].weight) for name, layer in layers.items()} == {
+        "0.mlp.down_proj": 3,
+        "1.self_attn.q_proj": 2,
+    }
+    assert layers["0.mlp.down_proj"].scaling["default"] == pytest.approx(16 / 3**0.5)
+    with pytest.raises(UserError, match="ends in 'gate'") as caught:
+        add_adapters(build("llama"), LoraSection(modules="linear", ranks={"gate": 3}))
+    assert caught.value.where == "lora.ranks"
 
 
 def test_a_tied_embedding_stays_tied() -> None:

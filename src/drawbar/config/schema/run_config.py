@@ -129,10 +129,13 @@ def _regular_expression(text: str) -> str:
     return text
 
 
+RegularExpression = Annotated[str, AfterValidator(_regular_expression)]
+
+
 class ParameterGroup(Section):
     """Settings for the parameters whose names match; what is not set is as for the others."""
 
-    match: Annotated[str, AfterValidator(_regular_expression)]
+    match: RegularExpression
     """A regular expression, found anywhere in the name: `lm_head`, `layers\\.[0-3]\\.`."""
     lr: Annotated[float, Field(ge=0)] | None = None
     """Peak learning rate, without `optim.layer_lr_decay`."""
@@ -196,8 +199,13 @@ class LoraSection(Section):
 
     rank: Count = 8
     """Rank of the adapters."""
+    ranks: dict[RegularExpression, Count] = {}
+    """Other ranks by module, as in `{down_proj: 32}`: the end of a module's name, or a regular expression for it
+    (peft's `rank_pattern`)."""
     alpha: Annotated[float, Field(gt=0)] = 16.0
     """The adapters' output is scaled by alpha / rank."""
+    rslora: bool = False
+    """Scale by alpha / √rank instead, so that adapters of high rank learn as fast (Kalajdzievski 2023)."""
     dropout: Fraction = 0.0
     """Dropout on the adapters' input."""
     modules: list[str] | Literal["attention", "linear"] = "attention"
