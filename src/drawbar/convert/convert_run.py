@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import EMA
 from drawbar.checkpoint.read import explain_unusable, read_snapshot
 from drawbar.checkpoint.space import rust_errors_as_oserror
 from drawbar.commands.output_files import check_new_folder, writing
@@ -56,7 +57,9 @@ def convert_run(config: RunConfig, checkpoint: str, to: str, folder: Path) -> in
         )
     path = CheckpointDirectory(config.run_dir / "checkpoints").resolve(checkpoint)
     snapshot = read_snapshot(path)
-    model, optimizer = (_with_explained_errors(tensors, path) for tensors in (snapshot.model, snapshot.optimizer))
+    state: Any = snapshot.optimizer
+    moments = state.renamed({name: name for name in state if not name.endswith(f"/{EMA}")})
+    model, optimizer = (_with_explained_errors(tensors, path) for tensors in (snapshot.model, moments))
     with writing(folder, "--output"), _disk_errors(), new_folder(folder) as draft:
         if to == "dcp":
             write_dcp(draft, model, optimizer)
