@@ -38,9 +38,6 @@ class WeightAverage(Optimizer):
                 else:
                     state[EMA] = parameter.detach().clone()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the gradients are another optimizer's."""
-
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
         """Context manager in which the weights are the averages, on this rank."""
