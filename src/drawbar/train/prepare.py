@@ -13,6 +13,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode, UserError
+from drawbar.optim.schedules import learning_rate_scale
 from drawbar.runtime.log import open_log_file
 from drawbar.runtime.seed import seed_everything, use_deterministic_kernels
 from drawbar.tasks.padding import choose_padding_free
@@ -87,6 +88,7 @@ def prepare_run(
     loader, train, validation = load_data(task, opened, config, world, console)
     compare_with_neighbours(task, engine, train or tried)
     engine.total_steps = total_steps = count_steps(config.train, loader.steps_per_epoch)
+    learning_rate_scale(0, total_steps, config.optim)  # a schedule of the user's own may fail
     resumed = start.checkpoint is not None and not start.forked
     micro_batch_dir = source_run_dir if resumed else config.run_dir
     found = fit_micro_batch(loader, engine, memory_of(world.device), micro_batch_dir, resumed)

@@ -93,6 +93,12 @@ def test_a_schedule_that_gives_no_share_is_refused(name: str, message: str) -> N
     assert caught.value.where == "optim.schedule"
 
 
+def test_a_schedule_is_tried_before_there_is_a_run(fit: Fit, run: Path) -> None:
+    with pytest.raises(UserError, match="own_optim:negative gives -1"):
+        fit("optim.schedule=own_optim:negative", "train.steps=4", "optim.warmup=0")
+    assert not run.exists()
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
