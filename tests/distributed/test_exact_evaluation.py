@@ -13,7 +13,10 @@ from harness import run_ranks
 from runs import fit_in
 
 COMMON = """\
-data: {train: records.jsonl, validation: records.jsonl, sequence_length: 40}
+data:
+  train: records.jsonl
+  validation: [{name: first, files: first.jsonl}, {name: others, files: others.jsonl}]
+  sequence_length: 40
 train: {global_batch: 8, steps: 60}
 optim: {lr: 1.0e-2}
 precision: fp32
@@ -43,21 +46,22 @@ SCORES = {
 }
 
 
-def write_records(path: Path) -> None:
+def write_records(folder: Path) -> None:
     lines = []
     for number in range(RECORDS):
         words = [WORDS[(number * step + step) % len(WORDS)] for step in range(1, 2 + number % 7)]
         tags = ["B-X" if word.startswith("e") else "O" for word in words]
         record = {"text": " ".join(words), "label": "xyz"[number % 3], "tokens": words, "tags": tags}
         lines.append(json.dumps({**record, "source": " ".join(words), "target": " ".join(reversed(words))}))
-    path.write_text("\n".join(lines) + "\n")
+    for name, chosen in (("records", lines), ("first", lines[:6]), ("others", lines[6:])):
+        (folder / f"{name}.jsonl").write_text("\n".join(chosen) + "\n")
 
 
 @pytest.fixture(scope="module")
 def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained run of each task."""
     folder = tmp_path_factory.mktemp("exact")
-    write_records(folder / "records.jsonl")
+    write_records(folder)
     for name in asked(request, "name"):
         options = TASKS[name]
         family = "t5" if "t5" in options else "bert"
@@ -89,7 +93,7 @@ def test_world_sizes_and_batch_sizes_agree(name: str, project: Path) -> None:
         # a loss is the difference of a logit and of a sum that is as large: fp32 rounds it absolutely, however small
         assert ranks[0][0] == pytest.approx(expected, rel=1e-6, abs=5e-7), f"{world_size} processes, {rows} rows"
         assert ranks[0][1] == predictions, f"{world_size} processes, {rows} rows"
-    assert SCORES[name] <= expected.keys()
+    assert {f"{source}{score}" for score in SCORES[name] for source in ("", "first/", "others/")} <= expected.keys()
     lines = [json.loads(line) for line in predictions.splitlines()]
     assert [line["id"] for line in lines] == ([] if name == "masked_lm" else list(range(RECORDS)))
     assert name == "masked_lm" or len({str(line["prediction"]) for line in lines}) > 1

@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Generic, Protocol
@@ -335,6 +335,7 @@ class EvalLoader(Generic[Batch]):
     including padding ones.
 
     Args:
+        parts: rows that share no batch with those of other parts; all rows. Default: one part.
         dp_rank, dp_size: this data-parallel rank, and the number of data-parallel ranks.
         rows, micro_batch, collate, augment: as for ``TrainLoader`` and ``BatchMaker``.
     """
@@ -348,13 +349,20 @@ class EvalLoader(Generic[Batch]):
         dp_size: int,
         collate: Collate[Batch],
         augment: Augment = unchanged,
+        parts: Sequence[range] | None = None,
     ) -> None:
         self.rows = rows
         self._make = BatchMaker(collate, augment)
-        batches = micro_batch.split(np.arange(len(rows)), rows.lengths[:])
-        mine = batches[dp_rank::dp_size]
-        missing = -(-len(batches) // dp_size) - len(mine)
-        self._dealt = [(chosen, False) for chosen in mine] + [(batches[-1][:1], True)] * missing
+        self._dealt: list[tuple[NDArray[np.int64], bool]] = []
+        self.parts: list[int] = []
+        """The part of each micro-batch."""
+        lengths = rows.lengths[:]
+        for number, part in enumerate(parts or [range(len(rows))]):
+            batches = micro_batch.split(np.arange(part.start, part.stop), lengths)
+            mine = batches[dp_rank::dp_size]
+            missing = -(-len(batches) // dp_size) - len(mine)
+            self._dealt += [(chosen, False) for chosen in mine] + [(batches[-1][:1], True)] * missing
+            self.parts += [number] * (len(mine) + missing)
 
     def __len__(self) -> int:
         return len(self._dealt)

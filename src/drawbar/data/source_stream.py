@@ -61,6 +61,7 @@ class SourceStream:
         readers: list[Reader],
         *,
         key: str,
+        name: str | None,
         weight: float | None,
         rename: dict[str, str],
         rename_key: str,
@@ -73,6 +74,7 @@ class SourceStream:
         Args:
             readers: of the files, in order.
             key: the setting that names the source.
+            name: what scores of it alone are called; None for no such scores.
             weight: its part of the training, relative to the other sources.
             rename: old names of columns by their new ones.
             rename_key: the setting that says so.
@@ -81,6 +83,7 @@ class SourceStream:
             before: the source before this one, which uses up a part of the limit.
             skip_bad: leave out records that cannot be read, and log them.
         """
+        self.name = name
         self.weight = weight
         self.size: int | None = None
         """How many records it has up to the limit, left-out ones included; None before it was read that far."""

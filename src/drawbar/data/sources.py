@@ -209,6 +209,7 @@ def open_records(data: DataSection, split: str) -> Records:
             SourceStream(
                 readers,
                 key=item_key,
+                name=source.name,
                 weight=source.weight,
                 rename=rename or {},
                 rename_key=rename_key,
@@ -218,6 +219,10 @@ def open_records(data: DataSection, split: str) -> Records:
                 skip_bad=data.on_bad_record == "skip",
             )
         )
+    names = [stream.name for stream in streams if stream.name is not None]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"two sources have the name {twice!r}", where=key, remedy="give each a name of its own")
     if len({stream.weight is None for stream in streams}) > 1:
         raise UserError(
             "some sources have a weight, and others do not", where=key, remedy="give all of them a weight, or none"

@@ -1,12 +1,14 @@
 """Evaluation: sums and counts over every sample exactly once, independent of number of processes and batch size."""
 
 import json
+import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -90,7 +92,8 @@ def evaluate(
     progress: Callable[[int, int], None] = lambda done, total: None,
     stop_wanted: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """Evaluate on one split. Rows are padded and sorted by length, regardless of ``data.batching``.
+    """Evaluate on one split, and on each of its sources that has a name (``NAME/loss``). Rows are padded and sorted by
+    length, regardless of ``data.batching``.
 
     Args:
         micro_batch: maximum size of one forward.
@@ -108,24 +111,54 @@ def evaluate(
     """
     world.barrier("evaluating")  # waits for a busy rank as long as it takes; a collective of the forward would time out
     engine.share_buffers()
-    loader = _loader(engine, task, split, world, micro_batch, augment)
-    batches, results = iter(loader), _RankResults()
+    parts = parts_of(split)
+    loader = _loader(engine, task, split, world, micro_batch, augment, [part.samples for part in parts])
+    batches, results = iter(loader), [_RankResults() for _ in parts]
     world.set_activity(f"evaluating {split.name}", Kind.CALLBACK)
     with engine.evaluating():
-        for done in range(1, len(loader) + 1):
+        for done, part in enumerate(loader.parts, start=1):
             failure = None
             try:
                 micro = next(batches)
                 result = engine.eval_step(micro.batch)
                 if not micro.is_padding:
-                    results.add(result, _with_ids(task, micro.batch.ids, result.predictions))
+                    results[part].add(result, _with_ids(task, micro.batch.ids, result.predictions))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - every rank raises it, below
                 failure = error
             if not _agree_to_go_on(failure, stop_wanted(), world):
                 return None
             world.set_activity(_progress_text("evaluating", split, done, len(loader)), Kind.CALLBACK)
             progress(done, len(loader))
-    return _score(task, split, results, world)
+    return _score(task, split, parts, results, world)
+
+
+class Part(NamedTuple):
+    """The samples and records of one source."""
+
+    name: str | None
+    samples: range
+    records: range
+
+
+def parts_of(split: Split) -> list[Part]:
+    """The sources of a split, if one of them has a name; else all of it as one part."""
+    streams = getattr(split.records, "streams", [])
+    if all(stream.name is None for stream in streams):
+        return [Part(None, range(len(split.samples)), range(split.samples.records))]
+    samples, records = split.samples.samples_of_sources.tolist(), split.samples.records_of_sources
+    starts = [0, *accumulate(samples)], [0, *accumulate(records)]
+    parts = [
+        Part(stream.name, range(starts[0][i], starts[0][i + 1]), range(starts[1][i], starts[1][i + 1]))
+        for i, stream in enumerate(streams)
+    ]
+    empty = next((part.name for part in parts if part.name is not None and not part.samples), None)
+    if empty is not None:
+        raise UserError(
+            f"the source {empty!r} gives no sample",
+            where=f"data.{split.name}",
+            remedy="check its files and data.limit, or leave its name out",
+        )
+    return [part for part in parts if part.samples]
 
 
 @dataclass
@@ -177,17 +210,27 @@ def _agree_to_go_on(failure: BaseException | None, stop: bool, world: Distribute
     return agreed == _Vote.GO_ON
 
 
-def _score(task: Task, split: Split, results: _RankResults, world: Distributed) -> Evaluation:
+def _score(
+    task: Task, split: Split, parts: Sequence[Part], results: Sequence[_RankResults], world: Distributed
+) -> Evaluation:
     """The scores from the results of all ranks."""
-    results.read()
-    loss, num_targets = world.dp_ranks.sum_of_leaders(results.loss), world.dp_ranks.sum_of_leaders(results.num_targets)
-    gathered = world.dp_ranks.gather_from_leaders(results.predictions)
+    sums = []
+    for own in results:
+        own.read()
+        sums.append((world.dp_ranks.sum_of_leaders(own.loss), world.dp_ranks.sum_of_leaders(own.num_targets)))
+    gathered = world.dp_ranks.gather_from_leaders([pair for own in results for pair in own.predictions])
     records: list[dict[str, Any]] = []
 
     def score() -> dict[str, float]:
         try:
             records.extend(_merge(task, split, [pair for part in gathered or [] for pair in part]))
-            scores = _scores(task, split, loss, num_targets, records)
+            total, count = (math.fsum(one) for one in zip(*sums, strict=True))
+            scores = _scores(task, split, total, count, records)
+            for part, (loss, num_targets) in zip(parts, sums, strict=True):
+                if part.name is not None:
+                    inside = [record for record in records if record["id"] in part.records]
+                    of_part = _scores(task, split, loss, num_targets, inside)
+                    scores |= {f"{part.name}/{name}": value for name, value in of_part.items()}
             return {name: float(value) for name, value in scores.items()}
         except (Exception, SystemExit) as error:
             raise EvaluationFailed.of(error, world) from error
@@ -196,7 +239,13 @@ def _score(task: Task, split: Split, results: _RankResults, world: Distributed) 
 
 
 def _loader(
-    engine: Engine, task: Task, split: Split, world: Distributed, micro_batch: MicroBatchSize, augment: Augment
+    engine: Engine,
+    task: Task,
+    split: Split,
+    world: Distributed,
+    micro_batch: MicroBatchSize,
+    augment: Augment,
+    parts: Sequence[range] | None = None,
 ) -> EvalLoader[Batch]:
     """This rank's batches, of one sample each if other samples would change its loss or prediction."""
     model = engine.meta_model
@@ -208,6 +257,7 @@ def _loader(
         dp_size=world.dp_ranks.size,
         collate=task.collate,
         augment=augment,
+        parts=parts,
     )
 
 

@@ -49,7 +49,9 @@ SETTING = "task.metrics"
 
 
 def best_is(score: str) -> Literal["min", "max"] | None:
-    """Whether the smallest or the largest is the best of this score; None where its name does not say it."""
+    """Whether the smallest or the largest is the best of this score; None where its name does not say it. ``NAME/loss``
+    is the loss of one source."""
+    score = score.rpartition("/")[2]
     if score in SMALLER_IS_BETTER:
         return "min"
     return "max" if score in LARGER_IS_BETTER else None

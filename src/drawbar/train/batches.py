@@ -41,7 +41,7 @@ from drawbar.data.sources import LocatedRecord, NumberedRecord, Reading, Record,
 from drawbar.data.stream import StreamLoader, StreamSettings
 from drawbar.distributed.process_group import Distributed
 from drawbar.errors import ExitCode, UserError
-from drawbar.evaluation.scoring import Split
+from drawbar.evaluation.scoring import Split, parts_of
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.encoder import TaskEncoder, cache_inputs, code_of, settings_of
@@ -243,6 +243,7 @@ def load_data(
     if validation is None:
         return loader, train_split, None
     validation_split = encode_split(task, validation, config, world, console)
+    parts_of(validation_split)  # a source without samples is refused before training
     if train_split is not None:
         warn_of_share(config.data, train_split, validation_split)
     return loader, train_split, validation_split

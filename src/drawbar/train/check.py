@@ -59,7 +59,7 @@ def check_on_samples(
     check_task(task, engine, tried)
     if validation is not None:
         first = first_samples(validation, task, config, world, console)
-        check_evaluation(task, engine, first, config.eval.metric)
+        check_evaluation(task, engine, validation, first, config.eval.metric)
         check_mode(config.eval)
     engine.check_savable()
     return tried
@@ -224,8 +224,11 @@ def _warn_of_batch_norm(engine: Engine) -> None:
         )
 
 
-def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> None:
+def check_evaluation(task: Task, engine: Engine, whole: OpenedSplit, split: Split, metric: str) -> None:
     """Try an evaluation on the first samples of a split. Collective.
+
+    Args:
+        split: with the first samples of the ``whole``.
 
     Raises:
         UserError: a method of the task fails (the error names the method), two scores have the same name, or none is
@@ -257,8 +260,10 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
                 task, method, f"returns {scores!r:.80}", 'return a dict of plain numbers: {"accuracy": 0.9}'
             )
     scores = merge_scores(task, of_loss, own)
-    if metric not in scores:
-        raise unknown_metric(metric, scores, "set eval.metric to one of them")
+    names = [stream.name for stream in getattr(whole.records, "streams", []) if stream.name is not None]
+    of_sources = [f"{source}/{name}" for source in names for name in scores]
+    if metric not in (*scores, *of_sources):
+        raise unknown_metric(metric, [*scores, *of_sources], "set eval.metric to one of them")
 
 
 def _count_samples_of_whole_records(split: Split) -> int:

@@ -140,6 +140,7 @@ BREAKING = {
     "adapters of a model from scratch": [["lora={}", "task.from_scratch={}"]],
     "adapters and new embeddings": [["lora={rank: 2}", "task.resize_embeddings=true"]],
     "evaluation without data": [["eval.every=5"], ["eval.at_start=true"], ["eval.every=1", "eval.patience=2"]],
+    "names of training data": [["data.train={name: a, files: b.txt}"], ["data.train=[a.txt, {name: a, files: b.txt}]"]],
     "patience": [["data.validation=b.txt", "eval.patience=2"]],
     "muon_precision": [["optim.muon_precision=fp32"], ["optim.name=sgd", "optim.muon_precision=bf16"]],
     "warm-up": [["optim.warmup=100"], ["optim.schedule=wsd", "optim.warmup=200"]],

@@ -73,9 +73,15 @@ def _warmup_share(config: RunConfig) -> float:
     return config.optim.warmup / steps if steps else 0.0
 
 
+def _sections(sources: Sources) -> list[SourceSection]:
+    """The sources that are more than a path."""
+    every = sources if isinstance(sources, list) else [sources]
+    return [source for source in every if isinstance(source, SourceSection)]
+
+
 def _has_weights(sources: Sources) -> bool:
-    """Whether a source has a weight."""
-    return isinstance(sources, list) and any(isinstance(source, SourceSection) and source.weight for source in sources)
+    """Whether a source of several has a weight."""
+    return isinstance(sources, list) and any(source.weight for source in _sections(sources))
 
 
 BATCHES_AND_STEPS = (
@@ -183,6 +189,13 @@ EVALUATION = (
         ),
         "there is no validation data to evaluate on",
         "set data.validation or data.validation_share, or remove these settings of eval",
+    ),
+    Rule(
+        "names of training data",
+        ("data.train", "data.validation_share"),
+        lambda c: c.data.validation_share is None and any(source.name for source in _sections(c.data.train)),
+        "only evaluations have scores by source",
+        "give names in data.validation and data.test; in data.train, with data.validation_share",
     ),
     Rule(
         "patience",

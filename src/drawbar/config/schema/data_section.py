@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from drawbar.config.schema.section import Auto, Count, Fraction, PathText, Section, Separator, Text
+from drawbar.config.schema.section import Auto, Count, Fraction, PathText, Section, Separator, Text, text_of
 
 
 class SourceSection(Section):
@@ -31,6 +31,8 @@ class SourceSection(Section):
     """New column names: `{text: sentence}` renames `sentence` to `text` (default: `data.rename`)."""
     weight: Annotated[float, Field(gt=0)] | None = None
     """Sampling weight of this source, relative to the others (default: each sample once per epoch)."""
+    name: Annotated[str, text_of("letters, digits, dots, dashes and underscores", r"^[A-Za-z0-9._-]+$")] | None = None
+    """Validation and test data: evaluate this source by itself, too, with scores such as `NAME/loss`."""
 
 
 Source = PathText | SourceSection
