@@ -178,7 +178,7 @@ class Engine:
                 remedy="resume with the optimizer that wrote it, or start from its weights with --fork NEWNAME",
             )
         trained = {name for name, parameter in self._local.meta_model.named_parameters() if parameter.requires_grad}
-        check_optimizer_state(trained, state.optimizer)
+        check_optimizer_state(trained, state.optimizer, saved)
         self.load_model(state.model)
         self._state.load_optimizer(state.optimizer)
         self.step = state.values["step"]

@@ -103,10 +103,10 @@ def warmup_steps(total_steps: int, config: OptimSection) -> int:
 
 
 def set_learning_rate(optimizers: list[Optimizer], lr: float) -> None:
-    """Give every parameter group of every optimizer this learning rate, times the group's ``lr_scale``."""
+    """Give every parameter group of every optimizer this learning rate, times the group's ``lr_scale``, if any."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"]
+            group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def _progress(step: int, start: int, end: int) -> float:

@@ -80,9 +80,12 @@ def _beside(parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(parameter.device) if tensor.dim() else tensor
 
 
-def check_optimizer_state(trained: set[str], tensors: Mapping[str, torch.Tensor]) -> None:
+def check_optimizer_state(trained: set[str], tensors: Mapping[str, torch.Tensor], optimizer: str) -> None:
     """Refuse state of parameters that no rank trains, and AdamW's state where a parameter has some of its keys, and
     lacks others.
+
+    Args:
+        optimizer: ``optim.name`` of the run that has saved it.
 
     Raises:
         UserError: it names one of them.
@@ -94,7 +97,7 @@ def check_optimizer_state(trained: set[str], tensors: Mapping[str, torch.Tensor]
             f"the optimizer state is that of other parameters: nothing trains {min(saved - trained)} here",
             remedy="resume with the model that wrote it, or start from its weights with --fork NEWNAME",
         )
-    missing = missing_adam_key(tensors)
+    missing = missing_adam_key(tensors) if optimizer in ("adamw", "muon") else None
     if missing is not None:
         raise UserError(
             f"the optimizer state is not complete: it has no {missing}",
@@ -110,6 +113,6 @@ def missing_adam_key(names: Iterable[str]) -> str | None:
     for name in names:
         parameter, _, key = name.rpartition("/")
         found.setdefault(parameter, set()).add(key)
-    found = {parameter: keys & set(ADAM_KEYS) for parameter, keys in found.items()}
+        found[parameter].discard(EMA)
     incomplete = min((parameter for parameter, keys in found.items() if keys and keys < set(ADAM_KEYS)), default=None)
     return None if incomplete is None else f"{incomplete}/{min(set(ADAM_KEYS) - found[incomplete])}"

@@ -57,7 +57,7 @@ def test_the_loss_is_compiled_where_the_blocks_are(compiled: bool) -> None:
     engine = engine_of(Numbers, config)
     (head,) = (module for module in engine.module.modules() if isinstance(module, LossHead))
     assert isinstance(head.cross_entropy, partial)
-    assert head.cross_entropy.keywords == {"compiled": compiled}
+    assert head.cross_entropy.keywords["compiled"] is compiled
 
 
 def test_the_loss_is_the_same_either_way() -> None:
@@ -100,7 +100,18 @@ def test_liger_kernel_is_asked_for_where_it_is_missing(monkeypatch: pytest.Monke
 def test_liger_kernel_gets_targets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a function of the same arguments: the kernels themselves need a GPU, see ``tests/gpu``."""
 
-    def fused(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any, *, reduction: str, accum_dtype: Any) -> Tensor:
+    def fused(
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        bias: Any,
+        *,
+        reduction: str,
+        accum_dtype: Any,
+        label_smoothing: float,
+        lse_square_scale: float,
+    ) -> Tensor:
+        assert label_smoothing == lse_square_scale == 0
         assert bool((labels >= 0).all())
         return functional.cross_entropy(functional.linear(hidden, weight, bias), labels, reduction=reduction)
 

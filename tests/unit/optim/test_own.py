@@ -25,6 +25,21 @@ class Counting(torch.optim.SGD):
                 self.state[parameter]["number"] = self.state[parameter].get("number", 0) + 1
 
 
+class Signs(torch.optim.Optimizer):
+    # keeps one of AdamW's three keys
+
+    def __init__(self, groups, lr, beta=0.9):
+        super().__init__(groups, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                average = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                average.lerp_(parameter.grad, 1 - group["beta"])
+                parameter.sub_(group["lr"] * average.sign())
+
+
 def halves(step, total_steps, optim):
     return 0.5 ** (step + 1)
 
@@ -59,9 +74,10 @@ def test_an_optimizer_of_torchs_gets_the_groups_the_rate_and_its_options() -> No
     assert optimizer.defaults["lr"] == 0.1
 
 
-def test_a_run_with_an_optimizer_of_torchs_is_the_same_when_it_is_resumed(fit: Fit, project: Path) -> None:
+@pytest.mark.parametrize("name", ["torch.optim:NAdam", "own_optim:Signs"])
+def test_a_run_is_the_same_when_it_is_resumed(name: str, fit: Fit, project: Path) -> None:
     settings = (
-        "optim.name=torch.optim:NAdam",
+        f"optim.name={name}",
         "optim.warmup=0",
         "optim.schedule=own_optim:halves",
         "checkpoint.every=2",
