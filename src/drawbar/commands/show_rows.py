@@ -16,6 +16,7 @@ from drawbar.data.sources import Records
 from drawbar.errors import visible
 from drawbar.evaluation.scoring import Split
 from drawbar.tasks.classification import ClassificationTask
+from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 from drawbar.train.batches import make_augment, order_and_rows
 
@@ -67,7 +68,7 @@ def _found(records: Iterable[Mapping[str, Any]], wanted: set[int]) -> dict[int, 
 
 
 def _print_sample(console: Console, task: Task, sample: Sample, record: Mapping[str, Any], where: str) -> None:
-    if "input_ids" not in sample:
+    if "input_ids" not in sample or task.tokenizer is None:
         console.print(f"sample {sample['id']}, {where}", markup=False)
         for name, value in sample.items():
             console.print(f"  {name}: {_shape_and_values(value)}", markup=False)
@@ -96,7 +97,7 @@ def targets_of(task: Task, sample: Sample) -> int:
     """How many targets a sample has."""
     if "labels" not in sample:
         return 0
-    if task.label_placement == "sample":
+    if task.label_placement == "sample" or np.ndim(sample["labels"]) != 1:
         return 1
     return sum(_learnt(task, np.asarray(sample["labels"])))
 
@@ -113,7 +114,7 @@ def spans_of(task: Task, tokens: Sequence[int], labels: Sequence[int] | None) ->
     """The tokens of a sample as text. Labels that are not the tokens themselves follow theirs: ``Ada→B-PER``."""
     tokenizer = task.tokenizer
     ids = np.asarray(tokens).tolist()
-    by_token = labels is not None and task.label_placement != "sample"
+    by_token = labels is not None and task.label_placement != "sample" and np.shape(labels) == np.shape(ids)
     targets = np.asarray(labels if by_token else [IGNORED_LABEL] * len(ids))
     learnt = _learnt(task, targets)
     special = set(tokenizer.all_special_ids)
@@ -125,10 +126,15 @@ def spans_of(task: Task, tokens: Sequence[int], labels: Sequence[int] | None) ->
     for (is_learnt, is_special, place), group in groupby(zip(keys, ids, strict=True), key=itemgetter(0)):
         text = tokenizer.decode([token for _, token in group], clean_up_tokenization_spaces=False)
         if place is not None:
-            label = int(targets[place])
-            text += f"→{_label(task, label) if isinstance(task, ClassificationTask) else tokenizer.decode([label])}"
+            text += f"→{_label_of_token(task, int(targets[place]))}"
         spans.append(Span(text, is_learnt, is_special))
     return spans
+
+
+def _label_of_token(task: Task, label: int) -> str:
+    if isinstance(task, PretrainedTask) and not isinstance(task, ClassificationTask):
+        return str(task.tokenizer.decode([label]))
+    return _label(task, label)
 
 
 def _label(task: Task, label: Any) -> str:

@@ -78,6 +78,24 @@ def test_labels_stand_behind_what_they_are_of(shown: Any) -> None:
     assert pair[-2:] == [f"source: one{END}", f"target: ⟦eins{END}⟧"]
 
 
+LETTERS = """
+import numpy as np
+import drawbar
+
+class Letters(drawbar.Task):
+    def encode(self, record, train):
+        letters = np.frombuffer(record["text"].encode(), dtype=np.uint8).astype(np.int32)
+        return {"input_ids": letters, "labels": np.array([1, 2])}
+"""
+
+
+def test_tokens_of_no_tokenizer_are_numbers(shown: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "letters_shown.py").write_text(LETTERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    lines = shown("type: 'letters_shown:Letters'", [{"text": "ab"}, {"text": "cd"}])
+    assert lines[1:4] == ["sample 0, train.jsonl:1", "  input_ids: [2] [97, 98]", "  labels: [2] [1, 2]"]
+
+
 def test_samples_without_tokens_show_their_fields(shown: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "images_shown.py").write_text(IMAGES)
     monkeypatch.syspath_prepend(tmp_path)
