@@ -150,7 +150,14 @@ class ClassificationTask(PretrainedTask):
         if wanted is None:
             return None
         if wanted == "balanced":
-            return torch.tensor(self.dataset_metadata["class_weights"], dtype=torch.float64)
+            found = self.dataset_metadata.get("class_weights")
+            if found is None:
+                raise UserError(
+                    "the labels were not counted: the run that this one continues has other weights",
+                    where="task.class_weights",
+                    remedy="give the weights: task.class_weights={negative: 1.0, positive: 3.0}",
+                )
+            return torch.tensor(found, dtype=torch.float64)
         weights_C = torch.ones(len(self.labels.names), dtype=torch.float64)
         for label, weight in wanted.items():
             try:

@@ -333,6 +333,7 @@ def test_weights_of_classes_and_label_smoothing_are_torchs_own(weights: Any, tmp
     [
         ({"class_weights": {"w": 2.0}}, "task.class_weights"),
         ({"class_weights": {"x": 2.0}, "problem": "multi_label"}, "task.class_weights"),
+        ({"class_weights": "balanced"}, "task.class_weights"),  # of a fork, say, whose labels were not counted
         ({"label_smoothing": 0.1, "problem": "regression"}, "task.label_smoothing"),
     ],
 )
