@@ -73,7 +73,7 @@ def test_settings_and_their_values(folder: Path) -> None:
     # as bash splits the line
     assert offered("train", "config.yaml", "parallel.strategy", "=", "fs") == ["fsdp"]
     assert offered("train", "config.yaml", "parallel.compile", "=") == ["true", "false"]
-    assert offered("config", "explain", "lora.r") == ["lora.rank"]
+    assert offered("config", "explain", "lora.m") == ["lora.modules"]
 
 
 def test_runs_and_their_checkpoints(folder: Path) -> None:
