@@ -34,7 +34,7 @@ train: {global_batch: 8, micro_batch: 2, steps: 4}
 optim:
   lr: 5.0e-2
   warmup: 1
-  layer_lr_decay: 0.8
+  layer_lr_decay: 0.9
   groups: [{match: norm, lr: 1.0e-2}, {match: o_proj, weight_decay: 0.5}, {match: layers.1.mlp.down, frozen: true}]
 precision: fp32
 device: cpu
@@ -133,7 +133,7 @@ def runs_of(project: Path, name: str) -> tuple[Path, Path]:
 def test_losses_and_weights_are_those_of_one_process(project: Path, ranks: int, name: str) -> None:
     one, run = runs_of(project, name)
     reference = losses(one)
-    assert max(reference.values()) > 1.1 * min(reference.values())  # it learned: equal traces are no accident
+    assert max(reference.values()) > 1.2 * min(reference.values())  # it learned: equal traces are no accident
     assert largest_difference(reference, losses(run)) <= 1e-5
     wanted, found = weights(one, 4), weights(run, 4)
     assert found.keys() == wanted.keys()
