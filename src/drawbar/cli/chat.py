@@ -54,7 +54,7 @@ def chat(
     keeps_messages = getattr(loaded.config.task, "messages_column", None) is not None
     if system is not None and not keeps_messages:
         raise UserError(
-            "this run has learnt no chats, so there is no system message",
+            "this run has learned no chats, so there is no system message",
             where="--system",
             remedy="leave it out: each line is a prompt of its own",
         )
@@ -63,7 +63,7 @@ def chat(
     if keeps_messages:
         _talk(trained, [{"role": "system", "content": system}] if system is not None else [], sampling)
     else:
-        click.echo("this run has learnt no chats: each line is a prompt of its own", err=True)
+        click.echo("this run has learned no chats: each line is a prompt of its own", err=True)
         for line in _lines():
             _answer(trained, _as_prompt(loaded.config.task, line), sampling)
     return 0

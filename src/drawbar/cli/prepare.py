@@ -27,7 +27,7 @@ A later `drawbar train` with the same data and task settings reuses the encoded 
     "--show",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Also print the first N training rows as text, with what is learnt of them.",
+    help="Also print the first N training rows as text, with what is learned of them.",
 )
 @click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...", shell_complete=complete_config_and_settings)
 @click.pass_obj

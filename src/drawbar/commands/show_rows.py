@@ -20,9 +20,9 @@ from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 from drawbar.train.batches import make_augment, order_and_rows
 
-LEARNT, SPECIAL, CONTEXT = "bold green", "magenta", "bright_black"
-LEGEND = f"[{LEARNT}]learnt[/], [{CONTEXT}]only read[/], [{SPECIAL}]special tokens[/]"
-PLAIN_LEGEND = "⟦learnt⟧, only read"
+LEARNED, SPECIAL, CONTEXT = "bold green", "magenta", "bright_black"
+LEGEND = f"[{LEARNED}]learned[/], [{CONTEXT}]only read[/], [{SPECIAL}]special tokens[/]"
+PLAIN_LEGEND = "⟦learned⟧, only read"
 MOST_SHOWN = 60
 """Characters of a field that is no text."""
 
@@ -31,7 +31,7 @@ class Span(NamedTuple):
     """Tokens that follow one another, as text."""
 
     text: str
-    is_learnt: bool
+    is_learned: bool
     is_special: bool = False
 
 
@@ -74,7 +74,7 @@ def _print_sample(console: Console, task: Task, sample: Sample, record: Mapping[
             console.print(f"  {name}: {_shape_and_values(value)}", markup=False)
         return
     tokens, labels = sample["input_ids"], sample.get("labels")
-    facts = [f"sample {sample['id']}, {where}: {len(tokens):,} tokens", f"{targets_of(task, sample):,} learnt"]
+    facts = [f"sample {sample['id']}, {where}: {len(tokens):,} tokens", f"{targets_of(task, sample):,} learned"]
     if task.label_placement == "decoder" and labels is not None:
         spans = {"source: ": spans_of(task, tokens, None), "target: ": spans_of(task, labels, labels)}
     else:
@@ -82,14 +82,14 @@ def _print_sample(console: Console, task: Task, sample: Sample, record: Mapping[
     if _is_truncated(task, record):
         facts.append("truncated at data.sequence_length")
     if task.label_placement in ("next_token", "decoder"):
-        last = [span for found in spans.values() for span in found if span.is_learnt][-1:]
+        last = [span for found in spans.values() for span in found if span.is_learned][-1:]
         facts += [f"learns to end with {span.text}" if span.is_special else "learns no end token" for span in last]
     console.print(", ".join(facts), markup=False)
     for name, found in spans.items():
         console.print(Text(name).append_text(_styled(found, console.is_terminal)))
     if task.label_placement == "sample" and "labels" in sample:
         console.print(
-            f"→ {_label(task, sample['labels'])}", style=LEARNT if console.is_terminal else None, markup=False
+            f"→ {_label(task, sample['labels'])}", style=LEARNED if console.is_terminal else None, markup=False
         )
 
 
@@ -99,15 +99,15 @@ def targets_of(task: Task, sample: Sample) -> int:
         return 0
     if task.label_placement == "sample" or np.ndim(sample["labels"]) != 1:
         return 1
-    return sum(_learnt(task, np.asarray(sample["labels"])))
+    return sum(_learned(task, np.asarray(sample["labels"])))
 
 
-def _learnt(task: Task, labels: np.ndarray) -> list[bool]:
+def _learned(task: Task, labels: np.ndarray) -> list[bool]:
     """Whether each position's label is a target. The first token of a sample is predicted from nothing."""
-    learnt = labels != IGNORED_LABEL
+    learned = labels != IGNORED_LABEL
     if task.label_placement == "next_token":
-        learnt[:1] = False
-    return learnt.tolist()
+        learned[:1] = False
+    return learned.tolist()
 
 
 def spans_of(task: Task, tokens: Sequence[int], labels: Sequence[int] | None) -> list[Span]:
@@ -116,18 +116,18 @@ def spans_of(task: Task, tokens: Sequence[int], labels: Sequence[int] | None) ->
     ids = np.asarray(tokens).tolist()
     by_token = labels is not None and task.label_placement != "sample" and np.shape(labels) == np.shape(ids)
     targets = np.asarray(labels if by_token else [IGNORED_LABEL] * len(ids))
-    learnt = _learnt(task, targets)
+    learned = _learned(task, targets)
     special = set(tokenizer.all_special_ids)
     keys = [  # a token with another label than itself stays alone
-        (is_learnt, token in special, place if is_learnt and label != token else None)
-        for place, (token, label, is_learnt) in enumerate(zip(ids, targets.tolist(), learnt, strict=True))
+        (is_learned, token in special, place if is_learned and label != token else None)
+        for place, (token, label, is_learned) in enumerate(zip(ids, targets.tolist(), learned, strict=True))
     ]
     spans = []
-    for (is_learnt, is_special, place), group in groupby(zip(keys, ids, strict=True), key=itemgetter(0)):
+    for (is_learned, is_special, place), group in groupby(zip(keys, ids, strict=True), key=itemgetter(0)):
         text = tokenizer.decode([token for _, token in group], clean_up_tokenization_spaces=False)
         if place is not None:
             text += f"→{_label_of_token(task, int(targets[place]))}"
-        spans.append(Span(text, is_learnt, is_special))
+        spans.append(Span(text, is_learned, is_special))
     return spans
 
 
@@ -145,21 +145,21 @@ def _label(task: Task, label: Any) -> str:
 
 def _styled(spans: Iterable[Span], in_color: bool) -> Text:
     text = Text()
-    for is_learnt, group in groupby(spans, key=lambda span: span.is_learnt):
+    for is_learned, group in groupby(spans, key=lambda span: span.is_learned):
         inside = [(_shown(span.text), _style(span)) for span in group]
-        text.append_text(Text.assemble(*inside) if in_color else Text(_bracketed(inside, is_learnt)))
+        text.append_text(Text.assemble(*inside) if in_color else Text(_bracketed(inside, is_learned)))
     return text
 
 
-def _bracketed(inside: Iterable[tuple[str, str]], is_learnt: bool) -> str:
+def _bracketed(inside: Iterable[tuple[str, str]], is_learned: bool) -> str:
     text = "".join(part for part, _ in inside)
-    return f"⟦{text}⟧" if is_learnt else text
+    return f"⟦{text}⟧" if is_learned else text
 
 
 def _style(span: Span) -> str:
     if span.is_special:
-        return f"bold {SPECIAL}" if span.is_learnt else SPECIAL
-    return LEARNT if span.is_learnt else CONTEXT
+        return f"bold {SPECIAL}" if span.is_learned else SPECIAL
+    return LEARNED if span.is_learned else CONTEXT
 
 
 def _shown(text: str) -> str:

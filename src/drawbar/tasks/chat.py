@@ -87,7 +87,7 @@ _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 
 class ChatFormat:
-    """Finds, by a tokenizer's chat template, the tokens of a chat that the assistant writes: those to be learnt.
+    """Finds, by a tokenizer's chat template, the tokens of a chat that the assistant writes: those to be learned.
 
     They are those within ``{% generation %}``, as for transformers' ``return_assistant_tokens_mask``. In a template
     without this tag, they are each of the assistant's messages, from after the header that asks for an answer (what

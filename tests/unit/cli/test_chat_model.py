@@ -119,13 +119,13 @@ def test_a_chat_goes_on_from_what_was_said(project: Path) -> None:
     assert found == ["yes", *after_another.splitlines(), "no"]
 
 
-def test_a_model_that_has_learnt_no_chats_continues_each_line(project: Path, tmp_path: Path) -> None:
+def test_a_model_that_has_learned_no_chats_continues_each_line(project: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(PLAIN)
     (tmp_path / "train.jsonl").write_text('{"text": "yes or no"}\n' * 9)
     done = run_cli("train", "config.yaml", cwd=tmp_path)
     assert done.code == 0, done.err
     assert len(talk(tmp_path, "yes\nno\n", "--max-new-tokens", "1")) >= 2
-    with chdir(tmp_path), pytest.raises(UserError, match="has learnt no chats"):
+    with chdir(tmp_path), pytest.raises(UserError, match="has learned no chats"):
         CliRunner().invoke(chat, ["runs/chat", "--system", "x"], catch_exceptions=False)
 
 

@@ -32,22 +32,22 @@ def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         )
         with chdir(tmp_path):
             prepare_run(load_config("config.yaml", settings).config, None, rows)
-        return capsys.readouterr().out.partition("⟦learnt⟧, only read\n")[2].strip().splitlines()[:-1]
+        return capsys.readouterr().out.partition("⟦learned⟧, only read\n")[2].strip().splitlines()[:-1]
 
     return show
 
 
-def test_a_chat_shows_its_answers_and_whether_the_end_is_learnt(shown: Any) -> None:
+def test_a_chat_shows_its_answers_and_whether_the_end_is_learned(shown: Any) -> None:
     task = f"{LLAMA}, {TOKENIZER}, messages_column: messages, chat_template: {json.dumps(CHATML)}"
     whole = shown(task, [{"messages": CHAT}])
     assert whole == [
         "row 1",
-        f"sample 0, train.jsonl:1: 23 tokens, 2 learnt, learns to end with {END}",
+        f"sample 0, train.jsonl:1: 23 tokens, 2 learned, learns to end with {END}",
         f"<user>2+2?<assistant>⟦4{END}⟧",
     ]
     cut = shown(task, [{"messages": CHAT}], "data.sequence_length=22")
     assert cut[1:] == [
-        "sample 0, train.jsonl:1: 22 tokens, 1 learnt, truncated at data.sequence_length, learns no end token",
+        "sample 0, train.jsonl:1: 22 tokens, 1 learned, truncated at data.sequence_length, learns no end token",
         "<user>2+2?<assistant>⟦4⟧",
     ]
 
@@ -56,10 +56,10 @@ def test_a_packed_row_shows_its_samples_and_a_text_obeys_nothing(shown: Any) -> 
     records = [{"text": "a\nb"}, {"text": "c\x1b[31m"}]
     assert shown(f"{LLAMA}, {TOKENIZER}", records, "data.batching=packed", "data.sequence_length=16") == [
         "row 1: 2 samples, 13 of 16 tokens",
-        f"sample 0, train.jsonl:1: 5 tokens, 4 learnt, learns to end with {END}",
+        f"sample 0, train.jsonl:1: 5 tokens, 4 learned, learns to end with {END}",
         f"{END}⟦a↵",
         f"b{END}⟧",
-        f"sample 1, train.jsonl:2: 8 tokens, 7 learnt, learns to end with {END}",
+        f"sample 1, train.jsonl:2: 8 tokens, 7 learned, learns to end with {END}",
         f"{END}⟦c\\x1b[31m{END}⟧",
     ]
 
@@ -70,7 +70,7 @@ def test_labels_stand_behind_what_they_are_of(shown: Any) -> None:
     assert tagged[-1] == f"{END}⟦ →B-PER⟧Ada⟦ →O⟧is{END}"
     text = {"text": "[good]", "label": "yes"}
     assert shown(f"type: sequence_classification, {BERT}, {TOKENIZER}, labels: [no, yes]", [text])[1:] == [
-        "sample 0, train.jsonl:1: 8 tokens, 1 learnt",
+        "sample 0, train.jsonl:1: 8 tokens, 1 learned",
         f"{END}[good]{END}",
         "→ yes",
     ]
