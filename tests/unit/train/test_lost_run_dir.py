@@ -78,7 +78,10 @@ def test_another_run_of_that_name_is_left_alone(fit: Fit, run: Path) -> None:
 
 def test_a_file_system_without_locks_lets_another_process_in(fit: Fit, run: Path) -> None:
     def take_over() -> None:
-        (run / ".lock").write_text("process 7 on gpu9\nwith a token of its own\n")
+        """In one go: the thread that saves step 4 may read the lock meanwhile."""
+        lock = run / "lock of process 7"
+        lock.write_text("process 7 on gpu9\nwith a token of its own\n")
+        lock.replace(run / ".lock")
 
     with pytest.raises(UserError, match="the run directory was taken over by process 7 on gpu9 while"):
         fit(*SETTINGS, callbacks=[AtStep(5, take_over)])
