@@ -22,6 +22,7 @@ demo: .venv/installed
 # compiled first: tests start some hundred processes. Three files of tests at once: tests with a scheduler mostly wait
 test: MARKED = not exhaustive
 exhaustive: MARKED = exhaustive
+exhaustive: .venv/installed-trl
 test exhaustive: lint
 	$(BIN)/python -m compileall -q src
 	$(BIN)/pytest -q -m "$(MARKED)" --numprocesses 3 --dist loadfile --no-loadscope-reorder
@@ -101,6 +102,11 @@ clean:
 # needs it
 .venv/installed-dev: .venv/installed
 	export DS_BUILD_OPS=0; $(call install,-e '.[dev]')
+	touch $@
+
+# what its losses are compared with; not of the extra dev, as it wants newer libraries than drawbar
+.venv/installed-trl: .venv/installed-dev
+	$(call install,trl)
 	touch $@
 
 # what drawbar is measured beside

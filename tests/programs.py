@@ -39,16 +39,16 @@ def need_programs(*programs: str) -> None:
     if not missing:
         return
     packages = sorted({PACKAGES[name] for name in missing})
-    _lacks(f"no {', '.join(missing)} here: apt-get install --no-install-recommends {' '.join(packages)}")
+    lacks(f"no {', '.join(missing)} here: apt-get install --no-install-recommends {' '.join(packages)}")
 
 
 def need_library(name: str, extra: str) -> None:
     """As :func:`need_programs`, for a library that an extra of drawbar brings."""
     if importlib.util.find_spec(name) is None:
-        _lacks(f"no {name} here: pip install -c constraints.txt 'drawbar[{extra}]'")
+        lacks(f"no {name} here: pip install -c constraints.txt 'drawbar[{extra}]'")
 
 
-def _lacks(reason: str) -> NoReturn:
+def lacks(reason: str) -> NoReturn:
     if os.environ.get(REQUIRE) == "1":
         pytest.fail(f"{REQUIRE} is set, and there is {reason}", pytrace=False)
     pytest.skip(reason)

@@ -1,7 +1,7 @@
 """Evaluation, prediction and generation from a run directory."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,16 @@ from drawbar.data.readers import BadRecord
 from drawbar.data.sources import Record, Records
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo, choose_device
+from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
-from drawbar.evaluation.scoring import evaluate, predict, write_results
+from drawbar.evaluation.scoring import Split, evaluate, predict, write_results
 from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logging
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.method_errors import is_user_defined
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
 from drawbar.train.batches import OpenedSplit, encode_split, eval_micro_batch, make_augment, open_split
+from drawbar.train.reference import with_reference
 from drawbar.train.setup import check_predicts, open_checkpoint, task_of_run
 from drawbar.util.atomic_files import is_stream
 
@@ -56,9 +58,8 @@ def evaluate_run(
     with explain_disk_errors(config.run_dir), _joined(config) as (world, console):
         task = task_of_run(task_type, config, world)
         opened = open_split(task, split_name, config, world)
-        engine, step = open_checkpoint(task, config, checkpoint, world)  # before anything is encoded
+        engine, step, split = _open_both(task, opened, config, checkpoint, world, console)
         with closing(engine):
-            split = encode_split(task, opened, config, world, console)
             open_log_file(config.run_dir, world.rank)
             evaluation = evaluate(
                 engine,
@@ -78,6 +79,22 @@ def evaluate_run(
                 console.message(f"{folder}: scores on other records than the run's ({', '.join(others)})")
             console.evaluation(step, {f"eval/{split_name}/{name}": value for name, value in evaluation.scores.items()})
     return evaluation.scores
+
+
+def _open_both(
+    task: Task, opened: OpenedSplit, config: RunConfig, checkpoint: str | None, world: Distributed, console: Console
+) -> tuple[Engine, int, Split]:
+    """An engine with the weights of a checkpoint, its step, and the encoded split. The checkpoint is found before
+    anything is encoded, and loaded after the reference model was asked."""
+    splits: list[Split] = []
+
+    def encode(engine: Engine) -> None:
+        with nullcontext() if task.has_labels else _hints(task, config):
+            split = encode_split(task, opened, config, world, console)
+        splits.append(with_reference(task, split, config, world, console, engine))
+
+    engine, step = open_checkpoint(task, config, checkpoint, world, encode)
+    return engine, step, splits[0]
 
 
 def _results_folder(config: RunConfig, split_name: str) -> tuple[Path, list[str]]:
@@ -107,10 +124,8 @@ def predict_from_run(
         check_predicts(task, probabilities)
         with _hints(task, config):
             opened = open_split(task, "test", config, world)
-        engine, _ = open_checkpoint(task, config, checkpoint, world)
+        engine, _, split = _open_both(task, opened, config, checkpoint, world, console)
         with closing(engine):
-            with _hints(task, config):
-                split = encode_split(task, opened, config, world, console)
             asked = {"prediction": task.predict} | ({"probabilities": task.probabilities} if probabilities else {})
             answers = {
                 name: predict(

@@ -16,6 +16,7 @@ from drawbar.data.sources import Records
 from drawbar.errors import visible
 from drawbar.evaluation.scoring import Split
 from drawbar.tasks.classification import ClassificationTask
+from drawbar.tasks.preference import PairTask
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 from drawbar.train.batches import make_augment, order_and_rows
@@ -46,7 +47,7 @@ def show_rows(task: Task, split: Split, config: RunConfig, count: int) -> None:
     console.print("\n" + (LEGEND if console.is_terminal else PLAIN_LEGEND))
     for number, samples in enumerate(chosen, start=1):
         tokens = sum(len(sample["input_ids"]) for sample in samples if "input_ids" in sample)
-        share = f": {len(samples)} samples, {tokens:,} of {config.data.sequence_length:,} tokens"
+        share = f": {len(samples)} samples, {tokens:,} of {task.row_length:,} tokens"
         console.print(f"\n[bold]row {number}[/]{share if config.data.batching == 'packed' else ''}")
         for sample in samples:
             record, where = places[int(record_of[sample["id"]])]
@@ -75,7 +76,12 @@ def _print_sample(console: Console, task: Task, sample: Sample, record: Mapping[
         return
     tokens, labels = sample["input_ids"], sample.get("labels")
     facts = [f"sample {sample['id']}, {where}: {len(tokens):,} tokens", f"{targets_of(task, sample):,} learned"]
-    if task.label_placement == "decoder" and labels is not None:
+    if isinstance(task, PairTask):
+        spans = {
+            f"{name}: ": spans_of(task, tokens[part], None if labels is None else labels[part])
+            for name, part in task.parts_of(sample).items()
+        }
+    elif task.label_placement == "decoder" and labels is not None:
         spans = {"source: ": spans_of(task, tokens, None), "target: ": spans_of(task, labels, labels)}
     else:
         spans = {"": spans_of(task, tokens, labels)}

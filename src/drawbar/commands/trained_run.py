@@ -23,6 +23,7 @@ from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console
 from drawbar.tracking.run_view import parse_metrics_line
 from drawbar.train.batches import eval_micro_batch, load_split, make_augment
+from drawbar.train.reference import with_reference
 from drawbar.train.setup import check_predicts, on_one_process, open_checkpoint, task_of_run
 from drawbar.util.run_dir import METRICS_FILE
 
@@ -126,7 +127,7 @@ class TrainedRun:
         """
         if split not in _SPLITS:
             raise UserError(f"there is no split {split!r}", remedy=f"name one of {', '.join(_SPLITS)}")
-        found = load_split(self.task, split, self.config, self._world, Console())
+        found = self._with_reference(load_split(self.task, split, self.config, self._world, Console()))
         evaluation = evaluate(self._engine, self.task, found, self._world, *self._how(found))
         assert evaluation is not None, "evaluate returns None only if its stop_wanted asks it to stop"
         return evaluation.scores
@@ -150,11 +151,14 @@ class TrainedRun:
             samples = encode_records(given, TaskEncoder(task, train=False), describe=lambda n: f"record {n}")
         except NoSamples:
             return [None] * len(given)
-        split = Split("records", given, samples)
+        split = self._with_reference(Split("records", given, samples))
         found = predict(self._engine, task, split, self._world, *self._how(split), predict_fn)
         return [
             task.postprocess(record, found[number]) if number in found else None for number, record in enumerate(given)
         ]
+
+    def _with_reference(self, split: Split) -> Split:
+        return with_reference(self.task, split, self.config, self._world, Console(), engine=None)
 
     def _how(self, split: Split) -> tuple[MicroBatchSize, Augment]:
         """How a split is batched and augmented."""

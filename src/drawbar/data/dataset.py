@@ -1,8 +1,8 @@
 """Encoded samples, numbered, counted and fingerprinted: in memory, or in files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -82,6 +82,12 @@ class EncodedDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return {**{name: column[index] for name, column in self.columns.items()}, "id": index, "ids": [index]}
+
+    def with_numbers(self, fields: Mapping[str, NDArray[np.float64]]) -> "EncodedDataset":
+        """The samples with further fields, a number for each sample. They do not count for the fingerprint."""
+        no_dims, ends = np.empty((len(self), 0), np.int64), np.arange(1, len(self) + 1)
+        added = {name: Column("number", values.dtype, values, no_dims, ends) for name, values in fields.items()}
+        return replace(self, columns={**self.columns, **added})
 
     @property
     def fields(self) -> dict[str, str]:

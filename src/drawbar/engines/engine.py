@@ -7,6 +7,7 @@ contract: gradients are those of ``sum(loss) / sum(num_targets)`` over the globa
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -100,6 +101,8 @@ class Engine:
         # executors average over the ranks that see different tokens; the loss contract requires the sum
         scale = self.updater.loss_scale * self.world.dp_ranks.size * self.world.dims.cp / divisor
         restore_buffers = None if self.approve is None else copy_buffers(self.module)
+        if self.task.uses_step_mean:
+            micro_batches = self._with_step_mean(micro_batches)
         loss_sum = self.executor.forward_backward(micro_batches, scale)
         loss = self.world.dp_ranks.sum_tensor(loss_sum.clone()) / divisor
         self.world.set_activity("optimizer")
@@ -111,6 +114,19 @@ class Engine:
         self.step += 1
         skipped = update.skipped and not rejected
         return StepResult(loss, update.grad_norm, num_targets, lr, skipped, rejected, own_loss=loss_sum)
+
+    def _with_step_mean(self, micro_batches: list[MicroBatch[Batch]]) -> list[MicroBatch[Batch]]:
+        """The micro-batches with the field ``step_mean``: see ``Task.step_values``. Collective."""
+        self.world.set_activity("forward")
+        values: list[float] = []
+        with self.executor.inference() as model:
+            for micro in micro_batches:
+                found = self.task.step_values(model, micro.batch.to(self.world.device))
+                values += [] if micro.is_padding else found
+        total, count = (self.world.dp_ranks.sum_of_leaders(one) for one in (math.fsum(values), len(values)))
+        mean = {"step_mean": torch.tensor(total / max(count, 1), dtype=torch.float32)}
+        batches = [Batch({**micro.batch, **mean}, micro.batch.ids) for micro in micro_batches]
+        return [replace(micro, batch=batch) for micro, batch in zip(micro_batches, batches, strict=True)]
 
     def _approves(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> bool:
         return self.approve is None or self.approve(loss, grad_norm)

@@ -254,14 +254,14 @@ def build_weightless(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBa
 
 
 def prepare_attention(model: nn.Module, task: Task, config: RunConfig) -> None:
-    """Prepare the model for packed rows if the data are packed or padding-free; for padded rows, let it take from the
+    """Prepare the model for rows of several segments where there are such; for padded rows, let it take from the
     host whether there is any padding."""
     if not isinstance(model, PreTrainedModel):
         return
     if model.config.model_type in PACKED_FAMILIES:
         use_known_padding(model)
     padding_free = config.data.padding_free is True
-    if padding_free or config.data.batching == "packed":
+    if padding_free or config.data.batching == "packed" or task.has_segments:
         allow_packing(model, per_sample=task.label_placement == "sample", with_row_mask=not padding_free)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from drawbar.config.io.user_modules import raised_at
 from drawbar.data.dataset import EncodedDataset
@@ -42,6 +43,8 @@ class Split:
     samples: EncodedDataset
     kept: bool = False
     """Whether the samples are in the cache for the next run."""
+    reference: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """The fields that ``Task.reference_fields`` gave the samples, each of shape (samples,)."""
 
 
 @dataclass(frozen=True)
@@ -304,6 +307,21 @@ def predict(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[int, Any]:
     """The results of ``predict_fn`` by record number, on rank 0. Needs no labels. Args: see ``evaluate``."""
+    found = predict_samples(engine, task, split, world, micro_batch, augment, predict_fn, progress)
+    return predictions_by_record(split, found)
+
+
+def predict_samples(
+    engine: Engine,
+    task: Task,
+    split: Split,
+    world: Distributed,
+    micro_batch: MicroBatchSize,
+    augment: Augment,
+    predict_fn: PredictFunction,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[tuple[int, Any]]:
+    """As ``predict``: (sample, result) of each sample, in any order; on other ranks an empty list."""
     world.barrier("predicting")  # as in evaluate()
     predictions: list[tuple[int, Any]] = []
     loader = _loader(engine, task, split, world, micro_batch, augment)
@@ -314,7 +332,7 @@ def predict(
             world.set_activity(_progress_text("predicting", split, done, len(loader)), Kind.CALLBACK)
             progress(done, len(loader))
     gathered = world.dp_ranks.gather_from_leaders(predictions)
-    return predictions_by_record(split, [pair for part in gathered for pair in part]) if gathered is not None else {}
+    return [pair for part in gathered or () for pair in part]
 
 
 def unknown_metric(metric: str, scores: Iterable[str], remedy: str) -> UserError:

@@ -60,7 +60,7 @@ def longest_sample(task: Task, config: RunConfig, world: Distributed, records: A
         first = [split.samples[number] for number in range(min(len(split.samples), FIRST_RECORDS))]
         largest = {name: max((one[name] for one in first if name in one), key=np.size) for name in sample}
         return {**largest, **{name: sample[name] for name in ("id", "ids") if name in sample}}
-    tokens, length = len(sample["input_ids"]), config.data.sequence_length
+    tokens, length = len(sample["input_ids"]), task.row_length
     target_length = getattr(config.task, "target_length", None) or length
     unstretched = ("id", "ids", *(("labels",) if task.label_placement == "sample" else ()))
     for name, value in sample.items():
@@ -69,7 +69,7 @@ def longest_sample(task: Task, config: RunConfig, world: Distributed, records: A
         if task.label_placement == "decoder" and name in _DECODER_FIELDS:
             sample[name] = np.resize(value, target_length)
         elif len(value) == tokens:
-            sample[name] = np.resize(value, (length, *np.shape(value)[1:]))
+            sample[name] = np.asarray(value)[np.arange(length) * tokens // length]  # in order, as segments are
     if task.label_placement == "next_token" and "labels" in sample:
         sample["labels"] = sample["input_ids"]  # all are targets: where the first sample has a prompt, others have none
     return sample

@@ -265,9 +265,9 @@ class Forecaster:
         ]
         if estimated:
             ranks = [_with_zero_shares(rank, resolved, self.machine.ranks, not devices_are_cpus) for rank in ranks]
-        tokens = config.train.global_batch * resolved.data.sequence_length if "input_ids" in sample else 0
+        length = self.make_task(resolved).row_length if "input_ids" in sample else 0
         method = ESTIMATED if estimated else COUNTED
-        return RunForecast(name, method, ranks, self.machine, self._steps(config), tokens)
+        return RunForecast(name, method, ranks, self.machine, self._steps(config), config.train.global_batch * length)
 
     def sample_for(self, config: RunConfig) -> Sample:
         """The longest sample of a variant."""

@@ -3,7 +3,7 @@
 import math
 from functools import cached_property
 from itertools import takewhile
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -11,11 +11,12 @@ from torch import nn
 from torch.nn import functional
 
 from drawbar.config.schema.run_config import RunConfig
-from drawbar.config.schema.task_sections import CausalLMConfig
+from drawbar.config.schema.task_sections import CausalLMConfig, PairConfig
 from drawbar.data.dataset import Sample
-from drawbar.data.packing import IGNORED_LABEL, split_tokens
+from drawbar.data.packing import IGNORED_LABEL, LabelPlacement, split_tokens
 from drawbar.data.tokenizer import MODEL_INPUTS, begin_tokens
 from drawbar.errors import UserError
+from drawbar.models.heads import Head
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.chat import ChatFormat, chat_prompt, parts_written, read_template
@@ -26,7 +27,78 @@ from drawbar.tasks.task import require
 from drawbar.tasks.task_context import TaskContext
 
 
-class CausalLM(PretrainedTask):
+class DecoderTask(PretrainedTask):
+    """A task on a decoder, of texts or of chats."""
+
+    head: ClassVar[Head] = "causal_lm"
+    label_placement: LabelPlacement = "next_token"
+    wrapping = "begin"
+    config: CausalLMConfig | PairConfig
+
+    @property
+    def reads_chats(self) -> bool:
+        """Whether records are chats."""
+        raise NotImplementedError
+
+    def build_tokenizer(self) -> Any:
+        tokenizer = super().build_tokenizer()
+        if self.config.chat_template is not None:
+            tokenizer.chat_template = read_template(self.config.chat_template)
+        if self.reads_chats:
+            tokenizer.split_special_tokens = False  # the chat template writes special tokens into the text
+        return tokenizer
+
+    @property
+    def learns_to_stop(self) -> bool:
+        return bool(self.chat_format.stop_tokens) if self.reads_chats else self.tokenizer.eos_token_id is not None
+
+    def _prepare_model(self, model: nn.Module) -> nn.Module:
+        model = super()._prepare_model(model)
+        if self.reads_chats:
+            try:
+                stop_with(model, self.chat_format.stop_tokens)
+            except UserError as error:
+                if self.task_context.begins_training:
+                    raise
+                # an older model can still generate
+                logger.warning("what the model writes ends with the tokenizer's end token alone: %s", error.what)
+        return model
+
+    @cached_property
+    def _end(self) -> list[int]:
+        """The end token, if the tokenizer does not append it itself: without it a model never learns to stop."""
+        end, after = self.tokenizer.eos_token_id, self.special_around[1]
+        return [] if end is None or end in after else [end]
+
+    def describe_special_tokens(self) -> str:
+        if self.reads_chats:
+            return "what the chat template writes"
+        added = "".join(f" {token} (which the task adds)" for token in self.tokenizer.convert_ids_to_tokens(self._end))
+        return f"{super().describe_special_tokens()}{added}"
+
+    def tokenizer_options(self) -> dict[str, Any]:
+        """Prompts are padded on the left, and may be longer than what was trained on."""
+        return {"padding_side": "left", "model_input_names": MODEL_INPUTS}
+
+    def _completed(self, prompt: str, completion: str | None) -> tuple[list[int], list[int]]:
+        """Tokens and labels of a prompt, which begins as documents do, and its completion, which ends as they do; of
+        the prompt alone, if there is no completion."""
+        before, after = self.special_around
+        asked = [*before, *self._tokens(prompt)]
+        asked = asked or begin_tokens(self.tokenizer)  # generation needs a first token
+        answer = [] if completion is None else [*self._tokens(completion), *after, *self._end]
+        return asked + answer, [IGNORED_LABEL] * len(asked) + answer
+
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """The tokenizer's chat template."""
+        return ChatFormat(self.tokenizer)
+
+    def _tokens(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+class CausalLM(DecoderTask):
     """Next-token prediction. Labels are aligned with their own tokens, as in transformers; the loss shifts them by one.
 
     A record is a document, or, for instruction tuning, a prompt with its completion, or a chat; the loss is then that
@@ -35,10 +107,7 @@ class CausalLM(PretrainedTask):
 
     Config = CausalLMConfig
     config: CausalLMConfig
-    head = "causal_lm"
-    label_placement = "next_token"
     loss_metrics = ("loss", "perplexity", "bits_per_byte")
-    wrapping = "begin"
 
     def __init__(self, context: TaskContext | RunConfig) -> None:
         super().__init__(context)
@@ -72,49 +141,15 @@ class CausalLM(PretrainedTask):
     @property
     def instructs(self) -> bool:
         """Whether records are prompts with answers."""
-        return self.config.prompt_column is not None or self.config.messages_column is not None
+        return self.config.prompt_column is not None or self.reads_chats
 
-    def build_tokenizer(self) -> Any:
-        tokenizer = super().build_tokenizer()
-        if self.config.chat_template is not None:
-            tokenizer.chat_template = read_template(self.config.chat_template)
-        if self.config.messages_column is not None:
-            tokenizer.split_special_tokens = False  # the chat template writes special tokens into the text
-        return tokenizer
+    @property
+    def reads_chats(self) -> bool:
+        return self.config.messages_column is not None
 
     @property
     def learns_to_stop(self) -> bool:
-        if self.config.messages_column is not None:
-            return bool(self.chat_format.stop_tokens)
-        return self.tokenizer.eos_token_id is not None or not self.instructs
-
-    def _prepare_model(self, model: nn.Module) -> nn.Module:
-        model = super()._prepare_model(model)
-        if self.config.messages_column is not None:
-            try:
-                stop_with(model, self.chat_format.stop_tokens)
-            except UserError as error:
-                if self.task_context.begins_training:
-                    raise
-                # an older model can still generate
-                logger.warning("what the model writes ends with the tokenizer's end token alone: %s", error.what)
-        return model
-
-    @cached_property
-    def _end(self) -> list[int]:
-        """The end token, if the tokenizer does not append it itself: without it a model never learns to stop."""
-        end, after = self.tokenizer.eos_token_id, self.special_around[1]
-        return [] if end is None or end in after else [end]
-
-    def describe_special_tokens(self) -> str:
-        if self.config.messages_column is not None:
-            return "what the chat template writes"
-        added = "".join(f" {token} (which the task adds)" for token in self.tokenizer.convert_ids_to_tokens(self._end))
-        return f"{super().describe_special_tokens()}{added}"
-
-    def tokenizer_options(self) -> dict[str, Any]:
-        """Prompts are padded on the left, and may be longer than what was trained on."""
-        return {"padding_side": "left", "model_input_names": MODEL_INPUTS}
+        return super().learns_to_stop or not self.instructs
 
     def encode(self, record: dict[str, Any], train: bool) -> list[Sample] | None:
         """A document in windows, or one sample of a prompt and its answers."""
@@ -129,7 +164,7 @@ class CausalLM(PretrainedTask):
     def parts_read(self, record: dict[str, Any]) -> dict[str, bool]:
         """Also of the messages, and of what else the chat template gets: whether it writes them."""
         found = super().parts_read(record)
-        if self.config.messages_column is None:
+        if not self.reads_chats:
             return found
         chat = self._chat_of(record)
         written = parts_written(self.tokenizer, chat)
@@ -143,8 +178,7 @@ class CausalLM(PretrainedTask):
         )
 
     def _conversation(self, record: dict[str, Any]) -> list[Sample] | None:
-        chats = self.config.messages_column is not None
-        tokens, labels = self._chat(record) if chats else self._completion(record)
+        tokens, labels = self._chat(record) if self.reads_chats else self._completion(record)
         limit = self.data.sequence_length
         # drop it if the prompt alone fills the window, or (without labels) if the prompt would be truncated
         lost = all(label == IGNORED_LABEL for label in labels[1:limit]) if self.has_labels else len(tokens) > limit
@@ -163,29 +197,14 @@ class CausalLM(PretrainedTask):
         return tokens, [IGNORED_LABEL] * len(tokens)
 
     def _completion(self, record: dict[str, Any]) -> tuple[list[int], list[int]]:
-        """Tokens and labels of a prompt, which begins as documents do, and its completion, which ends as they do."""
-        config = self.config
-        assert config.completion_column is not None
-        before, after = self.special_around
-        prompt = [*before, *self._tokens(self._prompt(record))]
-        prompt = prompt or begin_tokens(self.tokenizer)  # generation needs a first token
-        completion = []
-        if self.has_labels:
-            completion = self._tokens(require(record, config.completion_column, "task.completion_column"))
-            completion = [*completion, *after, *self._end]
-        return prompt + completion, [IGNORED_LABEL] * len(prompt) + completion
-
-    @cached_property
-    def chat_format(self) -> ChatFormat:
-        """The tokenizer's chat template."""
-        return ChatFormat(self.tokenizer)
+        column = self.config.completion_column
+        assert column is not None
+        completion = require(record, column, "task.completion_column") if self.has_labels else None
+        return self._completed(self._prompt(record), completion)
 
     def _chat_of(self, record: dict[str, Any]) -> Chat:
         assert self.config.messages_column is not None
         return as_chat(record, require(record, self.config.messages_column, "task.messages_column", list))
-
-    def _tokens(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _prompt(self, record: dict[str, Any]) -> str:
         config = self.config

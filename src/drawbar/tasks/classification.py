@@ -283,7 +283,7 @@ class SequenceClassification(ClassificationTask):
                 chosen = np.zeros(len(self.labels.names), dtype=np.float32)
                 chosen[[self.labels.output_of(one) for one in self._labels_of(record)]] = 1.0
                 return chosen
-        return _as_number(require(record, column, "task.label_column", object), column)
+        return as_number(require(record, column, "task.label_column", object), column)
 
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
         logits_BC = outputs.logits.float()
@@ -338,7 +338,7 @@ class SequenceClassification(ClassificationTask):
         return [float(label) for label in labels]
 
 
-def _as_number(label: Any, column: str) -> float:
+def as_number(label: Any, column: str) -> float:
     try:
         number = float(label)
     except (TypeError, ValueError):

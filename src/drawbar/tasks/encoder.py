@@ -156,6 +156,7 @@ def _name_in_project(path: Path, roots: list[Path]) -> str:
 NOT_FOR_ENCODING = {
     *("attention", "cross_entropy", "generation", "metrics"),
     *("label_smoothing", "z_loss", "class_weights"),
+    *("beta", "gamma", "desirable_weight", "undesirable_weight"),
 }
 """Options of the built-in tasks that no sample depends on."""
 PER_CALL_STATE = {"truncation", "padding"}

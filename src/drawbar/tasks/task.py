@@ -83,6 +83,10 @@ class Task:
     that says so can be packed (``data.batching: packed``): its batches then have ``segment_ids``, which go to the
     model."""
 
+    has_segments: bool = False
+    """Whether each batch of ``collate`` has ``segment_ids``, as a sample has several sequences of tokens: a model must
+    not look from one into another."""
+
     needed_length: float = math.inf
     """The smallest ``data.sequence_length`` with which one of the records that ``encode`` dropped would give a sample,
     for the error message where no record gives one; infinite where that is not known."""
@@ -160,6 +164,11 @@ class Task:
         return None
 
     @property
+    def row_length(self) -> int:
+        """The most tokens that a sample, or a packed row, may have."""
+        return self.data.sequence_length
+
+    @property
     def skips_bad_records(self) -> bool:
         """Whether ``data.on_bad_record`` says so."""
         return self.data.on_bad_record == "skip"
@@ -212,6 +221,26 @@ class Task:
         raise undefined_method_error(
             self, "loss", "define loss(self, outputs, batch) in it: it returns the sum of the batch's loss"
         )
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether ``loss`` and ``predict`` need the fields of ``reference_fields`` in their batches."""
+        return type(self).reference_fields is not Task.reference_fields
+
+    def reference_fields(self, model: nn.Module, batch: Batch) -> list[dict[str, float]]:
+        """What the model that training starts from says about each sample: numbers that become fields of the sample.
+        Computed once, before training, and kept with the run."""
+        raise NotImplementedError(f"{type(self).__name__} does not define reference_fields()")
+
+    @property
+    def uses_step_mean(self) -> bool:
+        """Whether ``loss`` needs the field ``step_mean`` in a training batch."""
+        return type(self).step_values is not Task.step_values
+
+    def step_values(self, model: nn.Module, batch: Batch) -> list[float]:
+        """A number for each sample, from the weights before a step. Their mean over the global batch becomes the field
+        ``step_mean`` (0-d) of each of its batches."""
+        raise NotImplementedError(f"{type(self).__name__} does not define step_values()")
 
     @property
     def vocabulary_parallel(self) -> bool:

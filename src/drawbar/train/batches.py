@@ -1,7 +1,7 @@
 """From a configuration to batches (records, samples, rows, loader) for training, evaluation and prediction."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -235,14 +235,23 @@ def log_unread_columns(task: Task, records: Iterable[Record]) -> None:
 
 
 def load_data(
-    task: Task, opened: tuple[OpenedSplit, OpenedSplit | None], config: RunConfig, world: Distributed, console: Console
+    task: Task,
+    opened: tuple[OpenedSplit, OpenedSplit | None],
+    config: RunConfig,
+    world: Distributed,
+    console: Console,
+    complete: Callable[[Split], Split],
 ) -> tuple[Loader[Batch], Split | None, Split | None]:
-    """The training batches of this rank; the training samples (None for a stream); and the validation data, if any."""
+    """The training batches of this rank; the training samples (None for a stream); and the validation data, if any.
+
+    Args:
+        complete: adds to an encoded split what its samples need besides (``with_reference``).
+    """
     train, validation = opened
-    loader, train_split = _load_train(task, train, config, world, console, prefetch=True)
+    loader, train_split = _load_train(task, train, config, world, console, True, complete)
     if validation is None:
         return loader, train_split, None
-    validation_split = encode_split(task, validation, config, world, console)
+    validation_split = complete(encode_split(task, validation, config, world, console))
     parts_of(validation_split)  # a source without samples is refused before training
     if train_split is not None:
         warn_of_share(config.data, train_split, validation_split)
@@ -357,16 +366,23 @@ def describe_samples(samples: EncodedDataset) -> str:
 
 def make_loader(task: Task, config: RunConfig, world: Distributed, console: Console) -> Loader[Batch]:
     """The training batches of this rank, from encoded samples or from a stream, without prefetching."""
-    return _load_train(task, open_split(task, "train", config, world), config, world, console, prefetch=False)[0]
+    opened = open_split(task, "train", config, world)
+    return _load_train(task, opened, config, world, console, False, lambda split: split)[0]
 
 
 def _load_train(
-    task: Task, opened: OpenedSplit, config: RunConfig, world: Distributed, console: Console, prefetch: bool
+    task: Task,
+    opened: OpenedSplit,
+    config: RunConfig,
+    world: Distributed,
+    console: Console,
+    prefetch: bool,
+    complete: Callable[[Split], Split],
 ) -> tuple[Loader[Batch], Split | None]:
     """The training batches, and the samples they are built from (None for a stream)."""
     if isinstance(opened.records, Records) and config.data.streaming:
         return _stream_loader(task, opened.records, config, world, prefetch), None
-    split = encode_split(task, opened, config, world, console)
+    split = complete(encode_split(task, opened, config, world, console))
     with world.working("planning the rows"):
         sampler, rows = order_and_rows(task, split, config)
     loader = TrainLoader(
@@ -408,7 +424,7 @@ def _plan(task: Task, samples: EncodedDataset, sizes: list[int], config: RunConf
     """
     placement = _label_placement(task)
     lengths = partial(packed_lengths, samples, placement)
-    capacity, seed = config.data.sequence_length, config.run.seed
+    capacity, seed = task.row_length, config.run.seed
     if len(samples) < CACHED_FROM:
         return plan_sources(lengths(), sizes, capacity, seed)
     return cached_plan_of_sources(
@@ -428,6 +444,12 @@ def _label_placement(task: Task) -> LabelPlacement:
 
 
 def _streamed(task: Task, records: Iterable[Record]) -> Records:
+    if task.uses_reference:
+        raise UserError(
+            "the reference model is asked about every sample before training, and a stream has no end",
+            where="data.streaming",
+            remedy="set data.streaming=false",
+        )
     if isinstance(records, Records):
         return records
     raise UserError(

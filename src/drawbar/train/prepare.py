@@ -1,6 +1,7 @@
 """From a configuration to a run that is ready to train: its starting point, its resolved ``auto`` settings, its task,
 data and engine."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode, UserError
+from drawbar.evaluation.scoring import Split
 from drawbar.optim.schedules import learning_rate_scale
 from drawbar.runtime.log import open_log_file
 from drawbar.runtime.seed import seed_everything, use_deterministic_kernels
@@ -26,6 +28,7 @@ from drawbar.train.check import check_on_samples, compare_with_neighbours, with_
 from drawbar.train.checkpoint_layouts import checkpoint_bytes
 from drawbar.train.initial_model import InitialModel
 from drawbar.train.memory_probe import fit_micro_batch, memory_of
+from drawbar.train.reference import save_reference, with_reference
 from drawbar.train.remote_start import find_start_on_disk_or_store
 from drawbar.train.resolve import resolve
 from drawbar.train.restore import restore_engine, restore_rest
@@ -82,10 +85,11 @@ def prepare_run(
     with name_failing_method(task):
         engine = build_engine(task, config, world)
     config = with_rows_alone(task, engine, config)
-    if start.checkpoint is not None:
-        start, rest = restore_engine(start, engine, world)
     tried = check_on_samples(task, engine, opened, config, world, console)
-    loader, train, validation = load_data(task, opened, config, world, console)
+    complete = partial(with_reference, task, config=config, world=world, console=console, engine=engine)
+    loader, train, validation = load_data(task, opened, config, world, console, complete)
+    if start.checkpoint is not None:  # only now: the reference model has the weights that the engine was built with
+        start, rest = restore_engine(start, engine, world)
     compare_with_neighbours(task, engine, train or tried)
     engine.total_steps = total_steps = count_steps(config.train, loader.steps_per_epoch)
     learning_rate_scale(0, total_steps, config.optim)  # a schedule of the user's own may fail
@@ -98,7 +102,7 @@ def prepare_run(
     if start.checkpoint is not None:
         progress = restore_rest(start, rest, config.run.seed, loader, validation, world)
         _check_steps(config, start, progress.step, total_steps)
-    _open_directory(resolved.written, start, progress, lock, task, engine, world)
+    _open_directory(resolved.written, start, progress, lock, task, engine, world, (train, validation))
     if found is not None and world.is_rank0:
         found.save(config.run_dir)
     return Run(
@@ -156,6 +160,7 @@ def _open_directory(
     task: Task,
     engine: Engine,
     world: Distributed,
+    splits: Iterable[Split | None],
 ) -> None:
     """Create or update the run directory; call it only when everything is ready to train."""
     folder = config.run_dir
@@ -167,6 +172,9 @@ def _open_directory(
         check_space(folder, required_bytes(checkpoint_bytes(engine), config.checkpoint.keep, saved))
         lock.take()
         _write_files(config, task, start)
+        for split in splits:
+            if split is not None:
+                save_reference(split, folder)
         checkpoints.remove_leftovers()
         # the process before may have ended between the two writes of a new best step
         best = progress.best_step, config.eval.metric, progress.best_score

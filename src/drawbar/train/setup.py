@@ -4,7 +4,7 @@ counting steps, saving the tokenizer, checking the script and the base model."""
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -285,8 +285,18 @@ def checkpoint_of(config: RunConfig, checkpoint: str | None, world: Distributed)
     )
 
 
-def open_checkpoint(task: Task, config: RunConfig, checkpoint: str | None, world: Distributed) -> tuple[Engine, int]:
-    """An engine with the weights of a checkpoint (see ``checkpoint_of``), and its step."""
+def open_checkpoint(
+    task: Task,
+    config: RunConfig,
+    checkpoint: str | None,
+    world: Distributed,
+    before_loading: Callable[[Engine], None] = lambda engine: None,
+) -> tuple[Engine, int]:
+    """An engine with the weights of a checkpoint (see ``checkpoint_of``), and its step.
+
+    Args:
+        before_loading: called with the engine while it has the weights that training started from.
+    """
     path = checkpoint_of(config, checkpoint, world)
     with ExitStack() as reading:
         with explain_unusable(path):
@@ -295,6 +305,7 @@ def open_checkpoint(task: Task, config: RunConfig, checkpoint: str | None, world
         engine = build_engine(task, with_cross_entropy_of(config, snapshot.state), world)
         seed_everything(config.run.seed, world.dims.seed_rank(world.rank))
         warn_of_other_base(snapshot, engine.base)
+        before_loading(engine)
         with explain_unusable(path):
             run_on_all_ranks(path, world, f"loading {path}", lambda: engine.load_model(weights_to_use(snapshot)))
     logger.info("checkpoint: %s", path)

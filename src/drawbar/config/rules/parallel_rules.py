@@ -223,7 +223,7 @@ MODEL_PARALLEL = (
     Rule(
         "pipeline of other tasks",
         ("parallel.pipeline", "task.type"),
-        lambda c: c.parallel.pipeline > 1 and _is_other_built_in(c),
+        lambda c: c.parallel.pipeline > 1 and _is_other_built_in(c) and c.task.type != "preference",
         "only decoders that predict the next token can be split into stages",
         "set parallel.pipeline=1; parallel.tensor and fsdp also make a model fit",
     ),

@@ -178,12 +178,58 @@ class MaskedLMConfig(LanguageModelConfig):
     """Share of the tokens to predict: 80% of these are masked, 10% replaced by a random token, 10% kept (BERT)."""
 
 
+class PairConfig(PretrainedTaskConfig):
+    """Options shared by the built-in tasks that learn from pairs of answers."""
+
+    prompt_column: Text | None = "prompt"
+    """Key of the prompt: a text, or the messages of a chat. `null`: the answers hold it. Chats without this key begin
+    with it."""
+    chosen_column: Text = "chosen"
+    """Key of the better answer: a text, or the messages of a chat, of which the last is the answer."""
+    rejected_column: Text = "rejected"
+    """Key of the worse answer."""
+    chat_template: Text | None = None
+    """Chats: a Jinja file, or a template as text, that replaces the tokenizer's own and is saved with the tokenizer."""
+
+
+class PreferenceConfig(PairConfig):
+    """Options of the built-in task `preference`: a language model learns which answers people prefer."""
+
+    type: Text = "preference"
+    method: Literal["dpo", "ipo", "orpo", "simpo", "kto"] = "dpo"
+    """The loss. `dpo`, `ipo` and `kto` compare the model with the one that training starts from; `kto` learns from
+    single answers, each good or bad."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """Weight of the log-probabilities (`dpo`, `kto`, `simpo`), of the regularization (`ipo`, its τ) or of the odds
+    ratio (`orpo`, its λ)."""
+    gamma: Annotated[float, Field(ge=0)] = 0.5
+    """`simpo`: by how much the better answer's reward should be larger."""
+    completion_column: Text = "completion"
+    """`kto`: key of the answer."""
+    label_column: Text = "label"
+    """`kto`: key of whether the answer is good: true or false."""
+    desirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """`kto`: weight of good answers in the loss."""
+    undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """`kto`: weight of bad answers in the loss."""
+
+
+class RewardConfig(PairConfig):
+    """Options of the built-in task `reward`: a model that scores answers, from pairs of a better and a worse one."""
+
+    type: Text = "reward"
+    margin_column: Text | None = None
+    """Key of a number: by how much the better answer's score should be larger."""
+
+
 BUILT_IN_TASKS: dict[str, type[TaskConfig]] = {
     "causal_lm": CausalLMConfig,
     "sequence_classification": SequenceClassificationConfig,
     "token_classification": TokenClassificationConfig,
     "seq2seq": Seq2SeqConfig,
     "masked_lm": MaskedLMConfig,
+    "preference": PreferenceConfig,
+    "reward": RewardConfig,
 }
 """The options of each built-in task."""
 
@@ -196,6 +242,8 @@ TASKS: Registry[Any] = Registry(
         "token_classification": "drawbar.tasks.classification:TokenClassification",
         "seq2seq": "drawbar.tasks.seq2seq:Seq2Seq",
         "masked_lm": "drawbar.tasks.masked_lm:MaskedLM",
+        "preference": "drawbar.tasks.preference:Preference",
+        "reward": "drawbar.tasks.preference:Reward",
     },
 )
 """Names for ``task.type``. Your own class may also be given as ``package.module:Class``."""

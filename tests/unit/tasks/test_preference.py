@@ -1,0 +1,284 @@
+"""The tasks ``preference`` and ``reward``: their losses, what they read, and what must not change them."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from torch.nn.functional import log_softmax
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+
+import drawbar
+from drawbar.data.tokenizer import set_option, train_byte_bpe
+from drawbar.errors import UserError
+from drawbar.tasks.preference import Preference, dpo_loss, ipo_loss, kto_loss, orpo_loss, simpo_loss
+from drawbar.tasks.task_context import TaskContext
+from harness import run_cli
+from runs import fit_in, losses, scores, weights
+
+CONFIG = """\
+run: {name: one}
+task: {type: preference, model: model}
+data: {train: pairs.jsonl, validation: valid.jsonl, sequence_length: 32}
+train: {global_batch: 4, micro_batch: 4, steps: 3}
+optim: {name: sgd, lr: 0.2, schedule: constant}
+precision: fp32
+device: cpu
+tracking: {log_every: 1, tensorboard: false}
+"""
+KTO = ("task.method=kto", "data.train=judged.jsonl", "data.validation=judged.jsonl")
+METHODS = {
+    "dpo": (),
+    "ipo": ("task.method=ipo",),
+    "orpo": ("task.method=orpo",),
+    "simpo": ("task.method=simpo",),
+    "kto": KTO,
+    "reward": ("task.type=reward", "task.model=scorer"),
+}
+PAIRS = [
+    {"prompt": "the load", "chosen": " pulls the engine", "rejected": " and"},
+    {"prompt": "an engine pulls", "chosen": " the load", "rejected": " the the the the load and the engine"},
+    {"prompt": "the", "chosen": " engine", "rejected": " load pulls"},
+    {"prompt": "and the engine and the", "chosen": " load pulls", "rejected": " an engine pulls"},
+    {"prompt": "load", "chosen": " and engine pull the load", "rejected": " the"},
+]
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, data and a configuration."""
+    folder = tmp_path_factory.mktemp("preference")
+    tokenizer = train_byte_bpe(["the load and an engine pulls the load"] * 9, 290, {"pad_token": "<|pad|>"})
+    set_option(tokenizer, "split_special_tokens", False)
+    tokenizer.chat_template = TEMPLATE
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        pad_token_id=tokenizer.pad_token_id, max_position_embeddings=64, num_labels=1, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    for name, auto in (("model", AutoModelForCausalLM), ("scorer", AutoModelForSequenceClassification)):
+        auto.from_config(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    write_lines(folder / "pairs.jsonl", PAIRS)
+    write_lines(folder / "valid.jsonl", PAIRS[:3])
+    judged = [
+        {"prompt": one["prompt"], "completion": one["chosen" if good else "rejected"], "label": good}
+        for one, good in zip(PAIRS, (True, False, False, True, True), strict=True)
+    ]
+    write_lines(folder / "judged.jsonl", judged)
+    (folder / "config.yaml").write_text(CONFIG, encoding="utf-8")
+    return folder
+
+
+def log_probability(folder: Path, prompt: str, answer: str) -> tuple[float, int]:
+    """Of an answer and its end token, by the pretrained model alone; and the number of its tokens."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "model"), train_tokenizer(folder)
+    before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer))
+    tokens = torch.tensor([*before, *after, tokenizer.eos_token_id])
+    with torch.no_grad():
+        logps_LV = log_softmax(model(tokens[None]).logits[0].double(), dim=-1)
+    picked = [logps_LV[place - 1, tokens[place]].item() for place in range(len(before), len(tokens))]
+    return math.fsum(picked), len(picked)
+
+
+def train_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder / "model")
+
+
+def made_task(folder: Path, *settings: str) -> Preference:
+    loaded = drawbar.load_config(folder / "config.yaml", [f"task.model={folder / 'model'}", *settings])
+    return Preference(TaskContext(loaded.config, train_tokenizer(folder), {"chats": False}))
+
+
+@pytest.mark.parametrize("method", ["orpo", "simpo"])
+def test_the_first_loss_is_that_of_the_papers(method: str, folder: Path) -> None:
+    """Without a reference model; those with one begin at a constant, and are compared with TRL."""
+    fit_in(folder, *METHODS[method], f"run.name=paper-{method}", "train.steps=1", "train.global_batch=5",
+           "train.micro_batch=5")  # fmt: skip
+    wanted = []
+    for one in PAIRS:
+        sums = [log_probability(folder, one["prompt"], one[name]) for name in ("chosen", "rejected")]
+        better, worse = (total / length for total, length in sums)
+        if method == "simpo":
+            wanted.append(-math.log(1 / (1 + math.exp(-(0.1 * (better - worse) - 0.5)))))
+        else:
+            odds = [math.log(math.exp(mean) / (1 - math.exp(mean))) for mean in (better, worse)]
+            wanted.append(-better - 0.1 * math.log(1 / (1 + math.exp(odds[1] - odds[0]))))
+    assert losses(folder / "runs" / f"paper-{method}")[1] == pytest.approx(np.mean(wanted), abs=1e-5)
+
+
+def test_formulas() -> None:
+    better, worse = torch.tensor([-3.0, -1.0]), torch.tensor([-5.0, 2.0])
+    sigmoid = torch.sigmoid(0.1 * (better - worse))
+    torch.testing.assert_close(dpo_loss(better, worse, 0.1), -sigmoid.log())
+    torch.testing.assert_close(dpo_loss(better, worse, 0.1, 0.2), -0.8 * sigmoid.log() - 0.2 * (1 - sigmoid).log())
+    torch.testing.assert_close(ipo_loss(better, worse, 0.1), torch.tensor([9.0, 64.0]))
+    torch.testing.assert_close(simpo_loss(better, worse, 2.0, 1.0), -torch.sigmoid(torch.tensor([3.0, -7.0])).log())
+    good = torch.tensor([True, False])
+    margins = torch.tensor([0.1 * (-3 - 2), 0.1 * (2 - -1)])
+    wanted = torch.tensor([1.5, 0.5]) * (1 - torch.sigmoid(margins))
+    torch.testing.assert_close(kto_loss(better, good, torch.tensor(2.0), 0.1, 1.5, 0.5), wanted)
+    torch.testing.assert_close(
+        kto_loss(better, good, torch.tensor(-2.0), 0.1, 1, 1), kto_loss(better, good, torch.tensor(0.0), 0.1, 1, 1)
+    )
+    assert orpo_loss(torch.tensor([0.0]), torch.tensor([-1.0]), 0.1).isfinite().all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_shares_a_batch_changes_nothing(method: str, folder: Path) -> None:
+    names = {
+        "whole": (),
+        "alone": ("train.micro_batch=1", "eval.micro_batch=1"),
+        "padded": ("data.padding_free=false",),
+    }
+    for name, settings in names.items():
+        fit_in(folder, *METHODS[method], *settings, f"run.name={method}-{name}")
+    whole, *others = (folder / "runs" / f"{method}-{name}" for name in names)
+    assert len(set(losses(whole).values())) == 3  # it learned
+    for other in others:
+        assert losses(other) == pytest.approx(losses(whole), rel=1e-5)
+        assert scores(other)[3] == pytest.approx(scores(whole)[3], rel=1e-4, abs=1e-5)
+        for key, tensor in weights(whole, 3).items():
+            torch.testing.assert_close(weights(other, 3)[key], tensor, rtol=0, atol=1e-5)
+
+
+def test_packed_rows_hold_whole_pairs(folder: Path) -> None:
+    packed = ("data.batching=packed", "train.global_batch=1", "train.micro_batch=1", "train.steps=1")
+    fit_in(folder, "task.method=orpo", *packed, "run.name=packed", "data.sequence_length=64")
+    fit_in(folder, "task.method=orpo", "train.global_batch=5", "train.micro_batch=5", "train.steps=1", "run.name=all")
+    runs = folder / "runs"
+    assert losses(runs / "packed")[1] == pytest.approx(losses(runs / "all")[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_resumed_run_asks_its_own_reference(method: str, folder: Path) -> None:
+    """Also where the file with its answers is lost: the reference is not the model of the checkpoint."""
+    for name in ("through", "halved", "bereft"):
+        step = 4 if name == "through" else 2
+        fit_in(folder, *METHODS[method], f"run.name={method}-{name}", f"train.steps={step}")
+    kept = load_file(folder / "runs" / f"{method}-bereft" / "reference-train.safetensors")
+    (folder / "runs" / f"{method}-bereft" / "reference-train.safetensors").unlink()
+    for name in ("halved", "bereft"):
+        fit_in(folder, *METHODS[method], f"run.name={method}-{name}", "train.steps=4")
+        assert losses(folder / "runs" / f"{method}-{name}") == losses(folder / "runs" / f"{method}-through")
+    again = load_file(folder / "runs" / f"{method}-bereft" / "reference-train.safetensors")
+    assert {name: values.tolist() for name, values in kept.items()} == {
+        name: values.tolist() for name, values in again.items()
+    }
+
+
+def test_commands_ask_the_reference_of_the_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    fit_in(folder, "run.name=scored")
+    trained = scores(folder / "runs" / "scored")[3]
+    evaluated = run_cli("eval", "runs/scored", "--split", "test", "data.test=valid.jsonl", cwd=folder)
+    assert evaluated.code == 0, evaluated.err
+    found = json.loads((folder / "runs" / "scored" / "eval" / "test" / "scores.json").read_text())
+    for name in ("loss", "accuracy", "margin"):
+        assert found[name] == pytest.approx(trained[f"eval/validation/{name}"], abs=1e-6)
+    done = run_cli(
+        "predict", "runs/scored", "--input", "valid.jsonl", "--output", str(tmp_path / "p.jsonl"), cwd=folder
+    )
+    assert done.code == 0, done.err
+    rewards = [json.loads(line)["prediction"] for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    margin = np.mean([one["chosen"] - one["rejected"] for one in rewards])
+    assert margin == pytest.approx(trained["eval/validation/margin"], abs=1e-6)
+    run = drawbar.load_run("runs/scored")
+    assert run.evaluate()["margin"] == pytest.approx(margin, abs=1e-6)
+    with pytest.raises(UserError, match="needs the model that training started from"):
+        run.predict([PAIRS[0]])
+
+
+def test_a_reward_model_scores_single_answers(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    fit_in(folder, *METHODS["reward"], "run.name=scorer")
+    write_lines(tmp_path / "one.jsonl", [{"prompt": one["prompt"], "chosen": one["rejected"]} for one in PAIRS[:3]])
+    for name, source in (("pairs", folder / "valid.jsonl"), ("one", tmp_path / "one.jsonl")):
+        output = str(tmp_path / f"{name}-scored.jsonl")
+        done = run_cli("predict", "runs/scorer", "--input", str(source), "--output", output, cwd=folder)
+        assert done.code == 0, done.err
+    of_one = [json.loads(line)["prediction"] for line in (tmp_path / "one-scored.jsonl").read_text().splitlines()]
+    run = drawbar.load_run("runs/scorer")
+    exported = AutoModelForSequenceClassification.from_pretrained(export(folder, "scorer", tmp_path))
+    tokenizer = train_tokenizer(folder)
+    for one, score in zip(PAIRS[:3], of_one, strict=True):
+        tokens = tokenizer(one["prompt"] + one["rejected"] + tokenizer.eos_token, return_tensors="pt")["input_ids"]
+        assert exported.eval()(tokens).logits.item() == pytest.approx(score, abs=1e-5)
+        assert run.predict([{"prompt": one["prompt"], "chosen": one["rejected"]}]) == [pytest.approx(score, abs=1e-6)]
+
+
+def export(folder: Path, run: str, to: Path) -> Path:
+    done = run_cli("export", f"runs/{run}", "--to", str(to / "exported"), cwd=folder)
+    assert done.code == 0, done.err
+    return to / "exported"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": [{"role": "user", "content": "the load"}], "chosen": [{"role": "assistant", "content": "engine"}],
+         "rejected": [{"role": "assistant", "content": "and"}]},
+        {"chosen": [{"role": "user", "content": "the load"}, {"role": "assistant", "content": "engine"}],
+         "rejected": [{"role": "user", "content": "the load"}, {"role": "assistant", "content": "and"}]},
+        {"prompt": "the load", "chosen": [{"from": "human", "value": "the load"}, {"from": "gpt", "value": "engine"}],
+         "rejected": [{"from": "human", "value": "the load"}, {"from": "gpt", "value": "and"}]},
+        {"prompt": "the load", "chosen": [{"role": "assistant", "content": "engine"}],
+         "rejected": [{"role": "assistant", "content": "and"}]},
+    ],
+    ids=["messages", "whole chats", "ShareGPT", "a text and messages"],
+)  # fmt: skip
+def test_chats_in_the_forms_of_public_data(record: dict[str, Any], folder: Path) -> None:
+    task = made_task(folder)
+    task.__dict__["dataset_metadata"] = {"chats": True}
+    sample = task.encode(record, train=True)
+    assert sample is not None
+    tokenizer, labels = train_tokenizer(folder), np.asarray(sample["labels"])
+    text = tokenizer.decode(sample["input_ids"])
+    asked = "<|user|>the load<|endoftext|><|assistant|>"
+    assert text == f"{asked}engine<|endoftext|>{asked}and<|endoftext|>"
+    assert tokenizer.decode(labels[labels >= 0]) == "engine<|endoftext|>and<|endoftext|>"
+
+
+def test_a_long_answer_is_cut_and_a_long_prompt_is_dropped(folder: Path) -> None:
+    task = made_task(folder, "data.sequence_length=8")
+    long = " the engine" * 9
+    sample = task.encode({"prompt": "the load", "chosen": long, "rejected": " and"}, train=True)
+    assert sample is not None
+    assert sample["truncated"]
+    assert task.parts_of(sample)["chosen"] == slice(0, 8)
+    assert task.encode({"prompt": long, "chosen": " and", "rejected": " the"}, train=True) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("data.streaming=true",), "a stream has no end"),
+        (("task.method=ipo", "task.label_smoothing=0.1"), "which ipo does not know"),
+        (("task.metrics=[accuracy]",), "has scores of its own"),
+        (("task.chosen_column=better",), "the record has no 'better'; it has 'prompt', 'chosen', 'rejected'"),
+        ((*KTO, "task.label_column=completion"), "is ' pulls the engine', neither true nor false"),
+        (
+            (*KTO, "data.train=[{files: judged.jsonl, weight: 1}, {files: judged.jsonl, weight: 2}]"),
+            "leave the weights",
+        ),
+    ],
+)
+def test_what_is_refused(settings: tuple[str, ...], message: str, folder: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        fit_in(folder, *settings, "run.name=refused")
+    assert message in f"{refused.value.what}\n{refused.value.remedy}"
+    assert not (folder / "runs" / "refused").exists()
