@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from drawbar.tasks.causal_lm import CausalLM
     from drawbar.tasks.classification import SequenceClassification, TokenClassification
     from drawbar.tasks.masked_lm import MaskedLM
+    from drawbar.tasks.preference import Preference, Reward
     from drawbar.tasks.seq2seq import Seq2Seq
     from drawbar.tasks.task import Task
     from drawbar.tasks.task_context import TaskContext
@@ -47,6 +48,8 @@ _HOMES = {
     "CausalLM": "drawbar.tasks.causal_lm",
     "FileReader": "drawbar.data.readers",
     "MaskedLM": "drawbar.tasks.masked_lm",
+    "Preference": "drawbar.tasks.preference",
+    "Reward": "drawbar.tasks.preference",
     "RunConfig": "drawbar.config.schema.run_config",
     "RunHandle": "drawbar.train.callback",
     "Seq2Seq": "drawbar.tasks.seq2seq",
@@ -74,7 +77,9 @@ __all__ = [
     "CausalLM",
     "FileReader",
     "MaskedLM",
+    "Preference",
     "RawRecord",
+    "Reward",
     "RunConfig",
     "RunHandle",
     "Seq2Seq",

@@ -51,10 +51,20 @@ def write_data(folder: Path) -> None:
             folder / f"{name}.questions.jsonl",
             ({"prompt": f"Who lives in {place}?\n", "completion": person} for _, place, person in words),
         )
+        _json_lines(
+            folder / f"{name}.pairs.jsonl",
+            (
+                {"prompt": f"Who lives in {place}?\n", "chosen": person, "rejected": other}
+                for (_, place, person), other in zip(words, islice(cycle(PLACES), count), strict=True)
+            ),
+        )
         things = list(islice(cycle(THINGS), count))
         (folder / f"{name}.en").write_text("".join(f"the {thing}\n" for thing in things), encoding="utf-8")
         (folder / f"{name}.de").write_text("".join(f"{GERMAN[thing]}\n" for thing in things), encoding="utf-8")
         sentences = [f"{GERMAN[thing]}\tgerman\nthe {thing}\tenglish\n" for thing in things]
         (folder / f"{name}.languages.tsv").write_text("text\tlanguage\n" + "".join(sentences), encoding="utf-8")
     _json_lines(folder / "prompts.jsonl", ({"prompt": f"the {thing}"} for thing in ("driver", "engine")))
+    answers = [{"prompt": "Who lives in Ulm?\n", "completion": who, "label": who in PEOPLE} for who in PEOPLE + PLACES]
+    _json_lines(folder / "judged.jsonl", answers)
+    _json_lines(folder / "test.answers.jsonl", ({"prompt": "Who lives in Ulm?\n", "chosen": who} for who in PEOPLE))
     _json_lines(folder / "asked.jsonl", ({"prompt": f"Who lives in {place}?\n"} for place in PLACES))
