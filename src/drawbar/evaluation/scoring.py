@@ -4,7 +4,7 @@ import json
 import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from itertools import accumulate
 from pathlib import Path
@@ -30,6 +30,7 @@ from drawbar.tasks.task import Task
 from drawbar.util.atomic_files import replacing, write_durably
 from drawbar.util.strict_json import json_line, json_number
 
+SAMPLES_FILE = "samples.jsonl"
 MOST_UNREAD = 1024
 """Maximum number of losses kept on the device: each takes at least 512 bytes of CUDA memory."""
 
@@ -48,11 +49,21 @@ class Split:
 
 
 @dataclass(frozen=True)
+class WrittenText:
+    """A text of the model, and what it was asked."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """Scores (the same on every rank) and, on rank 0, the records with their predictions."""
 
     scores: dict[str, float]
     records: list[dict[str, Any]]
+    texts: Sequence[WrittenText] = ()
+    """Those of ``eval.samples``."""
 
 
 class EvaluationFailed(UserError):
@@ -383,7 +394,8 @@ def predictions_by_record(split: Split, predictions: list[tuple[int, Any]]) -> d
 
 
 def write_results(folder: Path, evaluation: Evaluation, step: int) -> None:
-    """Write ``scores.json`` and, if there are predictions, ``predictions.jsonl``, each atomically."""
+    """Write ``scores.json`` and, if there are any, ``predictions.jsonl`` and the texts of this and of earlier steps,
+    ``samples.jsonl``, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = {"step": step, "records": len(evaluation.records)}
     scores = {name: json_number(value) for name, value in evaluation.scores.items()}
@@ -392,3 +404,9 @@ def write_results(folder: Path, evaluation: Evaluation, step: int) -> None:
         with replacing(folder / "predictions.jsonl") as file:
             for record in evaluation.records:
                 file.write(json_line(record))
+    if evaluation.texts:
+        path = folder / SAMPLES_FILE
+        before = path.read_text("utf-8").splitlines() if path.exists() else []
+        lines = [f"{line}\n" for line in before if json.loads(line)["step"] < step]
+        lines += [json_line({"step": step, **asdict(text)}).decode() for text in evaluation.texts]
+        write_durably(path, "".join(lines))

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from drawbar.util.run_dir import STATUS_FILE, checkpoint_folders, plan_file
 
 MOST_PREDICTIONS = 300
 """Records of a split that are shown."""
+MOST_TEXTS = 100
+"""Texts of ``eval.samples`` that are shown."""
 MOST_COLUMNS = 12
 MOST_CHARACTERS = 2000
 """Characters of one value that are shown."""
@@ -72,6 +75,8 @@ class StoredEvaluation:
     """Whether the file holds more records."""
     damaged: int = 0
     """Lines that cannot be read."""
+    texts: list[dict[str, Any]] = field(default_factory=list)
+    """What the model wrote (``eval.samples``), newest first: ``step``, ``prompt``, ``text``."""
 
 
 def _read_plan(run_dir: Path, problems: list[str]) -> StoredPlan | None:
@@ -127,6 +132,10 @@ def _read_evaluation(folder: Path, problems: list[str]) -> StoredEvaluation:
         kept.append(record)
     found.columns = _with_prediction_early(found.columns)[:MOST_COLUMNS]
     found.rows = [[_text(record[name]) if name in record else "" for name in found.columns] for record in kept]
+    with suppress(FileNotFoundError):
+        lines = (folder / "samples.jsonl").read_text("utf-8").splitlines()[-MOST_TEXTS:]
+        found.texts = [json.loads(line) for line in lines]
+        found.texts.sort(key=itemgetter("step"), reverse=True)
     return found
 
 

@@ -26,6 +26,9 @@ from drawbar.tasks.pretrained import PretrainedTask, mean_and_perplexity
 from drawbar.tasks.task import require
 from drawbar.tasks.task_context import TaskContext
 
+BEGINNING = 8
+"""Tokens of a document that a model is asked to continue."""
+
 
 class DecoderTask(PretrainedTask):
     """A task on a decoder, of texts or of chats."""
@@ -75,6 +78,10 @@ class DecoderTask(PretrainedTask):
             return "what the chat template writes"
         added = "".join(f" {token} (which the task adds)" for token in self.tokenizer.convert_ids_to_tokens(self._end))
         return f"{super().describe_special_tokens()}{added}"
+
+    def prompt_of(self, record: dict[str, Any]) -> str | dict[str, Any]:
+        """What to ask a model to see what it makes of a record: a text, or a record with the ``messages`` of a chat."""
+        raise NotImplementedError
 
     def tokenizer_options(self) -> dict[str, Any]:
         """Prompts are padded on the left, and may be longer than what was trained on."""
@@ -176,6 +183,14 @@ class CausalLM(DecoderTask):
                 for key, is_written in written.items()
             }
         )
+
+    def prompt_of(self, record: dict[str, Any]) -> str | dict[str, Any]:
+        if self.reads_chats:
+            chat = self._chat_of(record)
+            return {"messages": chat.messages, **chat.options}
+        if self.instructs:
+            return self._prompt(record)
+        return self.tokenizer.decode(self._tokens(self._text(record))[:BEGINNING]).rstrip("\ufffd")
 
     def _conversation(self, record: dict[str, Any]) -> list[Sample] | None:
         tokens, labels = self._chat(record) if self.reads_chats else self._completion(record)

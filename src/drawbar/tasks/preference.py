@@ -158,6 +158,13 @@ class PairTask(DecoderTask):
         sides = np.repeat(np.arange(len(sequences), dtype=np.int8), [len(ids) for ids, _ in sequences])
         return {"input_ids": tokens, "labels": labels, SIDES: sides, **fields}
 
+    def prompt_of(self, record: dict[str, Any]) -> str | dict[str, Any]:
+        if not self.reads_chats:
+            return self._prompt(record, str)
+        answer = require(record, getattr(self.config, self.answer_columns[0]), "task.chosen_column", list)
+        chat = as_chat(record, [*self._messages_before(record, answer), *answer])
+        return {"messages": chat.messages, **chat.options}
+
     def parts_of(self, sample: Sample) -> dict[str, slice]:
         """The places of each sequence's tokens in a sample, by a name for people."""
         ends = np.cumsum(np.bincount(sample[SIDES]))

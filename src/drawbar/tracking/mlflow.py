@@ -85,6 +85,10 @@ class MLflowTracker(Tracker):
         metrics = [Metric(name, value, now, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        for name, text in texts.items():
+            self._client.log_text(self._id, text, f"{name}/step-{step:08d}.txt")
+
     def finish(self) -> None:
         self._client.set_terminated(self._id)
 

@@ -40,6 +40,12 @@ class TensorBoardTracker(Tracker):
             # Without this, a killed run loses up to two minutes of metrics that no resume writes again.
             self._writer.flush()
 
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        with writing(self._folder):
+            for name, text in texts.items():
+                self._writer.add_text(name, text, step)
+            self._writer.flush()
+
     def finish(self) -> None:
         with writing(self._folder):
             self._writer.close()

@@ -54,6 +54,10 @@ class Tracker(ABC):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record ``values`` by their flat names, such as ``train/loss``, for the state after ``step`` steps."""
 
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:  # noqa: B027 - not every tracker takes texts
+        """Record texts by their flat names, such as ``samples/1``: ``eval.samples``. A tracker that takes numbers alone
+        leaves this out."""
+
     @abstractmethod
     def finish(self) -> None:
         """Write what is still buffered: the run ends, or will resume in another process."""

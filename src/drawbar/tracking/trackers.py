@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from drawbar.config.io.user_modules import cause, find_class, make_with_options
 from drawbar.config.schema.run_config import TrackingSection
@@ -19,6 +19,7 @@ from drawbar.tracking.jsonl import JsonlTracker
 from drawbar.tracking.tracker import TRACKERS, TrackedRun, Tracker
 from drawbar.util.atomic_files import write_atomically
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 SETTING = "tracking.trackers"
 LONGEST_QUEUE = 10_000
@@ -70,10 +71,10 @@ class _Delivered:
             pass
         return cls(path, secrets.token_hex(4))
 
-    def has(self, step: int, names: Mapping[str, float]) -> bool:
+    def has(self, step: int, names: Mapping[str, object]) -> bool:
         return step < self.step or (step == self.step and set(names) <= set(self.names))
 
-    def add(self, step: int, names: Mapping[str, float]) -> None:
+    def add(self, step: int, names: Mapping[str, object]) -> None:
         self.names = (*self.names, *names) if step == self.step else tuple(names)
         self.step = step
         self.write()
@@ -101,9 +102,14 @@ class BackgroundTracker(Tracker):
         Thread(target=self._work, name=f"tracker-{self._name}", daemon=True).start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._queue(step, dict(values), lambda tracker, kept: tracker.log(step, kept))
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        self._queue(step, dict(texts), lambda tracker, kept: tracker.log_texts(step, kept))
+
+    def _queue(self, step: int, values: dict[str, T], send: Callable[[Tracker, dict[str, T]], None]) -> None:
         if self._calls.qsize() < LONGEST_QUEUE:
-            kept = dict(values)
-            self._calls.put(lambda: self._deliver(step, kept))
+            self._calls.put(lambda: self._deliver(step, values, lambda tracker: send(tracker, values)))
         elif not self._warned_full:
             self._warned_full = True
             logger.warning("the tracker %s is too slow: it does not get all values", self._name)
@@ -130,9 +136,9 @@ class BackgroundTracker(Tracker):
         if self._started:
             self._guard.attempt(lambda tracker: self._delivered.write())
 
-    def _deliver(self, step: int, values: Mapping[str, float]) -> None:
+    def _deliver(self, step: int, values: Mapping[str, object], send: Callable[[Tracker], None]) -> None:
         def deliver(tracker: Tracker) -> None:
-            tracker.log(step, values)
+            send(tracker)
             self._delivered.add(step, values)
 
         if self._started and not self._delivered.has(step, values):
@@ -168,6 +174,10 @@ class Trackers:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send all of them the values of a step."""
         self._call_all(lambda tracker: tracker.log(step, values))
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Send all of them the texts of a step."""
+        self._call_all(lambda tracker: tracker.log_texts(step, texts))
 
     def finish(self) -> None:
         """Finish all of them."""

@@ -37,5 +37,10 @@ class TrackioTracker(Tracker):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        import trackio
+
+        self._run.log({name: trackio.Markdown(text) for name, text in texts.items()}, step)
+
     def finish(self) -> None:
         self._run.finish()

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from html import escape
 from typing import Any, ClassVar, Literal
 
 from drawbar.tracking.tracker import TrackedRun, Tracker
@@ -62,6 +63,11 @@ class WandbTracker(Tracker):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        import wandb
+
+        self._run.log({name: wandb.Html(f"<pre>{escape(text)}</pre>") for name, text in texts.items()}, step=step)
 
     def finish(self) -> None:
         self._run.finish()

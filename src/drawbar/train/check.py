@@ -18,6 +18,7 @@ from drawbar.engines.engine import Engine
 from drawbar.engines.executors import NotOneNumber, no_gradient, not_one_number
 from drawbar.engines.results import EvalResult
 from drawbar.errors import UserError
+from drawbar.evaluation.samples import write_samples
 from drawbar.evaluation.scoring import Split, merge_scores, predictions_by_record, unknown_metric, with_prediction
 from drawbar.models.lora import saved_tensors
 from drawbar.runtime.log import logger
@@ -59,7 +60,7 @@ def check_on_samples(
     check_task(task, engine, tried)
     if validation is not None:
         first = first_samples(validation, task, config, world, console)
-        check_evaluation(task, engine, validation, first, config.eval.metric)
+        check_evaluation(task, engine, validation, first, config.eval)
         check_mode(config.eval)
     engine.check_savable()
     return tried
@@ -224,15 +225,15 @@ def _warn_of_batch_norm(engine: Engine) -> None:
         )
 
 
-def check_evaluation(task: Task, engine: Engine, whole: OpenedSplit, split: Split, metric: str) -> None:
+def check_evaluation(task: Task, engine: Engine, whole: OpenedSplit, split: Split, section: EvalSection) -> None:
     """Try an evaluation on the first samples of a split. Collective.
 
     Args:
         split: with the first samples of the ``whole``.
 
     Raises:
-        UserError: a method of the task fails (the error names the method), two scores have the same name, or none is
-            called ``metric``.
+        UserError: a method of the task fails (the error names the method), two scores have the same name, none is
+            that of ``eval.metric``, or the task writes no ``eval.samples``.
     """
     count = _count_samples_of_whole_records(split)
     if not count:
@@ -262,8 +263,9 @@ def check_evaluation(task: Task, engine: Engine, whole: OpenedSplit, split: Spli
     scores = merge_scores(task, of_loss, own)
     names = [stream.name for stream in getattr(whole.records, "streams", []) if stream.name is not None]
     of_sources = [f"{source}/{name}" for source in names for name in scores]
-    if metric not in (*scores, *of_sources):
-        raise unknown_metric(metric, [*scores, *of_sources], "set eval.metric to one of them")
+    if section.metric not in (*scores, *of_sources):
+        raise unknown_metric(section.metric, [*scores, *of_sources], "set eval.metric to one of them")
+    write_samples(engine, task, split, records, section.model_copy(update={"sample_tokens": 1}))
 
 
 def _count_samples_of_whole_records(split: Split) -> int:

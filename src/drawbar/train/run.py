@@ -1,7 +1,7 @@
 """``Run``: the parts of a run, ready to train, shared by the trainer and drawbar's own callbacks."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from drawbar.checkpoint.format import step_name
@@ -9,6 +9,7 @@ from drawbar.config.schema.run_config import EvalSection, RunConfig
 from drawbar.data.loader import Loader
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
+from drawbar.evaluation.samples import write_samples
 from drawbar.evaluation.scoring import Evaluation, Split, evaluate
 from drawbar.runtime.seed import rng_state, set_rng_state
 from drawbar.tasks.task import Task
@@ -111,7 +112,7 @@ class Run:
         state = rng_state(self.world.device)
         try:
             with self.meter.paused():
-                return evaluate(
+                evaluation = evaluate(
                     self.engine,
                     self.task,
                     self.validation,
@@ -121,6 +122,11 @@ class Run:
                     progress=lambda done, total: self.console.phase("evaluating", done, total),
                     stop_wanted=lambda: self.stop.wanted,
                 )
+                if evaluation is None:
+                    return None
+                section = self.config.eval
+                texts = write_samples(self.engine, self.task, self.validation, evaluation.records, section)
+                return replace(evaluation, texts=texts)
         finally:
             set_rng_state(state, self.world.device)
 

@@ -210,8 +210,9 @@ def test_labels_of_a_whole_sample_are_not_stretched(monkeypatch: pytest.MonkeyPa
     """Twelve classes of a text of twelve tokens."""
     sample = {"input_ids": np.arange(12), "labels": np.zeros(12), "id": 0}
     monkeypatch.setattr("drawbar.plan.rank_forecast.first_samples", lambda *_: SimpleNamespace(samples=[sample]))
-    config: Any = SimpleNamespace(data=SimpleNamespace(sequence_length=64), task=None)
-    tasks: dict[str, Any] = {name: SimpleNamespace(label_placement=name) for name in ("sample", "token")}
+    config: Any = SimpleNamespace(task=None)
+    kinds = ("sample", "token")
+    tasks: dict[str, Any] = {name: SimpleNamespace(label_placement=name, row_length=64) for name in kinds}
     world: Any = None
     longest = {name: longest_sample(task, config, world, []) for name, task in tasks.items()}
     assert {name: len(found["labels"]) for name, found in longest.items()} == {"sample": 12, "token": 64}

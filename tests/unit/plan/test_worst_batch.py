@@ -50,15 +50,15 @@ def text(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def longest(monkeypatch: pytest.MonkeyPatch, placement: str | None, samples: list[dict[str, Any]]) -> dict[str, Any]:
     monkeypatch.setattr(rank_forecast, "first_samples", lambda *_: SimpleNamespace(samples=samples))
-    task: Any = SimpleNamespace(label_placement=placement)
-    config: Any = SimpleNamespace(data=SimpleNamespace(sequence_length=8), task=None)
+    task: Any = SimpleNamespace(label_placement=placement, row_length=8)
+    config: Any = SimpleNamespace(task=None)
     return longest_sample(task, config, NOBODY, [])
 
 
 def test_every_position_is_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt_and_answer = {"input_ids": np.array([5, 6, 7]), "labels": np.array([-100, -100, 7]), "id": 0}
     found = longest(monkeypatch, "next_token", [prompt_and_answer])
-    assert found["labels"].tolist() == found["input_ids"].tolist() == [5, 6, 7, 5, 6, 7, 5, 6]
+    assert found["labels"].tolist() == found["input_ids"].tolist() == [5, 5, 5, 6, 6, 6, 7, 7]
 
 
 def test_of_samples_without_tokens_each_field_is_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:

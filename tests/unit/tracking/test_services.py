@@ -35,6 +35,7 @@ def track(folder: Path, name: str, options: dict[str, Any]) -> Path:
         trackers.start(TrackedRun(run_dir, SETTINGS, resume_step))
         for step in steps:
             trackers.log(step, {"train/loss": 0.5**step})
+            trackers.log_texts(step, {"samples/1": f"the load\n\n<b> at {step}"})
         if 3 in steps:
             trackers.log(3, {"eval/validation/loss": math.nan})
         trackers.finish()
@@ -79,6 +80,9 @@ def test_weights_and_biases(tmp_path: Path) -> None:
     ]
     assert sorted((line["_step"], line["train/loss"]) for line in history if "train/loss" in line) == LOSSES
     assert [line["_step"] for line in history if "eval/validation/loss" in line] == [3]
+    pages = [file.read_text() for file in run_dir.glob("wandb/offline-run-*/files/media/html/samples/*.html")]
+    assert len(pages) == 3
+    assert any("<pre>the load\n\n&lt;b&gt; at 3</pre>" in page for page in pages)
 
 
 @pytest.mark.exhaustive
@@ -95,6 +99,8 @@ def test_mlflow(tmp_path: Path) -> None:
     assert [(metric.step, metric.value) for metric in history] == LOSSES
     (score,) = client.get_metric_history(run.info.run_id, "eval/validation/loss")
     assert math.isnan(score.value)
+    texts = client.list_artifacts(run.info.run_id, "samples/1")
+    assert [Path(text.path).name for text in texts] == [f"step-{step:08d}.txt" for step in (1, 2, 3)]
 
 
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +113,8 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logs = SQLiteStorage.get_logs("trains", "demo")
     assert [(line["step"], line["train/loss"]) for line in logs if "train/loss" in line] == LOSSES
     assert [line["step"] for line in logs if "eval/validation/loss" in line] == [3]
+    texts = [line["samples/1"] for line in logs if "samples/1" in line]
+    assert [text["_value"].rpartition(" ")[2] for text in texts] == ["1", "2", "3"]
 
 
 def test_a_service_that_cannot_be_had_leaves_the_run_on_disk(

@@ -181,11 +181,11 @@ ADAPTERS = (
 EVALUATION = (
     Rule(
         "evaluation without data",
-        ("eval.every", "eval.patience", "eval.at_start", "data.validation"),
+        ("eval.every", "eval.patience", "eval.at_start", "eval.samples", "data.validation"),
         lambda c: (
             c.data.validation in (None, [])
             and c.data.validation_share is None
-            and (c.eval.every is not None or c.eval.patience is not None or c.eval.at_start)
+            and any((c.eval.every, c.eval.patience, c.eval.at_start, c.eval.samples))
         ),
         "there is no validation data to evaluate on",
         "set data.validation or data.validation_share, or remove these settings of eval",

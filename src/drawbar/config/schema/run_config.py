@@ -310,6 +310,12 @@ class EvalSection(Section):
     """Stop after this many consecutive evaluations without a better score."""
     micro_batch: Count | None = None
     """Rows per evaluation forward. Default: as in `train`; for `auto`, 8,192 tokens, or 32 rows without tokens."""
+    samples: Count | Annotated[list[Text], Field(min_length=1)] | None = None
+    """Show what the model writes at each evaluation, with the most likely token at each place: after this many prompts
+    of the validation data, or after these prompts; of tasks that predict, this many predictions. The texts go to the
+    console, the trackers, the report and `eval/validation/samples.jsonl`."""
+    sample_tokens: Count = 64
+    """Maximum number of tokens of such a text."""
 
 
 class CheckpointSection(Section):

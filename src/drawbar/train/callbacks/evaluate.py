@@ -1,9 +1,10 @@
 """Evaluation on the validation data: when it is due, which score is the best, and when to stop early."""
 
 import math
+from collections.abc import Sequence
 
-from drawbar.errors import UserError
-from drawbar.evaluation.scoring import Evaluation, EvaluationFailed, unknown_metric, write_results
+from drawbar.errors import UserError, visible
+from drawbar.evaluation.scoring import Evaluation, EvaluationFailed, WrittenText, unknown_metric, write_results
 from drawbar.runtime.log import log_to_file, logger
 from drawbar.train.callback import Callback, RunHandle
 from drawbar.train.run import Run, evaluation_is_due, patience_is_exhausted
@@ -52,12 +53,20 @@ class EvaluateCallback(Callback):
         with self._run.world.working("writing the scores"):
             self._run.trackers.log(progress.step, values)
             self._run.console.evaluation(progress.step, values)
+            self._show_texts(evaluation.texts, progress.step)
             if self._run.world.is_rank0:
                 self._write(evaluation, progress.step)
         self._run.saver.confirm_best(progress)
         self._compare(progress, score)
         self._show_best(progress)
         self._run.announce_scores(values)
+
+    def _show_texts(self, texts: Sequence[WrittenText], step: int) -> None:
+        for one in texts:
+            self._run.console.message(f"  {_on_one_line(one.prompt, 60)} → {_on_one_line(one.text, 200)}")
+        named = {f"samples/{number}": f"{one.prompt}\n\n{one.text}" for number, one in enumerate(texts, start=1)}
+        if named:
+            self._run.trackers.log_texts(step, named)
 
     def _show_best(self, progress: RunProgress) -> None:
         if progress.best_score is not None and progress.best_step is not None:
@@ -94,3 +103,8 @@ class EvaluateCallback(Callback):
                 "early stop: no better %s in %d evaluations", self._config.metric, progress.evaluations_since_best
             )
             self._run.stop.request(Reason.EARLY)
+
+
+def _on_one_line(text: str, length: int) -> str:
+    line = visible(text).replace("\n", "↵")
+    return line if len(line) <= length else f"{line[: length - 1]}…"
