@@ -22,7 +22,7 @@ demo: .venv/installed
 # compiled first: tests start some hundred processes. Three files of tests at once: tests with a scheduler mostly wait
 test: MARKED = not exhaustive
 exhaustive: MARKED = exhaustive
-exhaustive: .venv/installed-trl
+exhaustive: .venv/installed-others
 test exhaustive: lint
 	$(BIN)/python -m compileall -q src
 	$(BIN)/pytest -q -m "$(MARKED)" --numprocesses 3 --dist loadfile --no-loadscope-reorder
@@ -104,9 +104,9 @@ clean:
 	export DS_BUILD_OPS=0; $(call install,-e '.[dev]')
 	touch $@
 
-# what its losses are compared with; not of the extra dev, as it wants newer libraries than drawbar
-.venv/installed-trl: .venv/installed-dev
-	$(call install,trl)
+# what losses and scores are compared with; not of the extra dev, as it wants newer libraries than drawbar
+.venv/installed-others: .venv/installed-dev
+	$(call install,trl lm-eval)
 	touch $@
 
 # what drawbar is measured beside

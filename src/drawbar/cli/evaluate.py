@@ -19,10 +19,12 @@ Examples:
   drawbar eval runs/demo
   drawbar eval runs/demo --split test --checkpoint latest
   drawbar eval runs/demo --checkpoint 500 eval.micro_batch=64 launch.nproc=2
+  drawbar eval runs/demo --harness arc_easy,hellaswag --fewshot 5
 
 \b
 Scores are printed and written to RUN/eval/<split>/scores.json, or to RUN/eval/<split>-other
-if the records differ from the run's, as with data.limit.test=100.
+if the records differ from the run's, as with data.limit.test=100; those of --harness to
+RUN/eval/harness/scores.json.
 """,
 )
 @click.argument("run", shell_complete=complete_run)
@@ -35,11 +37,29 @@ if the records differ from the run's, as with data.limit.test=100.
     help="Split of the data to evaluate on.",
 )
 @checkpoint_option
+@click.option(
+    "--harness",
+    metavar="TASKS",
+    help="Instead of a split, tasks of lm-eval, with commas between them: names, or YAML files. One process.",
+)
+@click.option("--fewshot", type=click.IntRange(min=0), help="With --harness: examples in each prompt.")
+@click.option("--limit", type=click.IntRange(min=1), help="With --harness: questions of each task.")
 @click.pass_obj
 def evaluate(
-    task: "type[Task] | None", run: str, overrides: tuple[str, ...], split: str, checkpoint: str | None
+    task: "type[Task] | None",
+    run: str,
+    overrides: tuple[str, ...],
+    split: str,
+    checkpoint: str | None,
+    harness: str | None,
+    fewshot: int | None,
+    limit: int | None,
 ) -> int:
     """Evaluate a checkpoint of RUN (a run directory), every sample exactly once."""
+    if harness is not None:
+        return _ask_harness(task, run, overrides, checkpoint, harness, fewshot, limit)
+    if fewshot is not None or limit is not None:
+        raise click.UsageError("--fewshot and --limit are for --harness; data.limit.validation=100 limits a split")
     from drawbar.cli.arguments import load_run
     from drawbar.cli.train import rerun_as_ranks
     from drawbar.config.rules.rule_table import RULES, check_rules
@@ -54,4 +74,26 @@ def evaluate(
         from drawbar.commands.score_run import evaluate_run
 
     evaluate_run(loaded.config, task, split, checkpoint)
+    return 0
+
+
+def _ask_harness(
+    task: "type[Task] | None",
+    run: str,
+    overrides: tuple[str, ...],
+    checkpoint: str | None,
+    harness: str,
+    fewshot: int | None,
+    limit: int | None,
+) -> int:
+    from drawbar.util.torch_imports import quick_imports
+
+    with quick_imports():
+        from drawbar.commands.harness import print_scores, score_on_harness
+        from drawbar.commands.trained_run import load_run
+        from drawbar.tracking.console import make_console
+
+    opened = load_run(run, *overrides, checkpoint=checkpoint, task=task)
+    scores = score_on_harness(opened, harness.split(","), fewshot, limit)
+    print_scores(make_console(is_rank_zero=True), opened.step, scores)
     return 0

@@ -127,7 +127,7 @@ def test_losses_and_weights(
     tmp_path: Path,
 ) -> None:
     if importlib.util.find_spec("trl") is None:
-        lacks("no trl here: make .venv/installed-trl")
+        lacks("no trl here: make .venv/installed-others")
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         pad_token_id=tokenizer.pad_token_id, max_position_embeddings=64, num_labels=1,
