@@ -85,7 +85,7 @@ class Page(HTMLParser):
         return self.one("section", id=name).text
 
 
-REPORT = ["summary", "curves", "time", "padding", "evaluations", "checkpoints", "events", "settings"]
+REPORT = ["summary", "curves", "time", "padding", "learned", "evaluations", "checkpoints", "events", "settings"]
 """The sections of a report."""
 
 

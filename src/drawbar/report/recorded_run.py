@@ -17,7 +17,7 @@ from drawbar.report.run_history import PACKED, TRAIN, RunHistory, RunMetrics, re
 from drawbar.tracking.run_view import Progress, metric_value, read_run
 from drawbar.util.best_score import BestScore
 from drawbar.util.byte_sizes import bytes_below
-from drawbar.util.run_dir import STATUS_FILE, checkpoint_folders, plan_file
+from drawbar.util.run_dir import FIRST_SAMPLES_FILE, STATUS_FILE, checkpoint_folders, plan_file
 
 MOST_PREDICTIONS = 300
 """Records of a split that are shown."""
@@ -132,11 +132,17 @@ def _read_evaluation(folder: Path, problems: list[str]) -> StoredEvaluation:
         kept.append(record)
     found.columns = _with_prediction_early(found.columns)[:MOST_COLUMNS]
     found.rows = [[_text(record[name]) if name in record else "" for name in found.columns] for record in kept]
-    with suppress(FileNotFoundError):
-        lines = (folder / "samples.jsonl").read_text("utf-8").splitlines()[-MOST_TEXTS:]
-        found.texts = [json.loads(line) for line in lines]
-        found.texts.sort(key=itemgetter("step"), reverse=True)
+    found.texts = sorted(_read_texts(folder / "samples.jsonl", problems), key=itemgetter("step"), reverse=True)
     return found
+
+
+def _read_texts(file: Path, problems: list[str]) -> list[dict[str, Any]]:
+    with _noting(problems), suppress(FileNotFoundError):
+        lines = file.read_text("utf-8").splitlines()
+        with suppress(ValueError):
+            return [json.loads(line) for line in lines[-MOST_TEXTS:]]
+        problems.append(f"{file}: {file.name} is damaged")
+    return []
 
 
 def _predictions(file: Path, found: StoredEvaluation) -> Iterator[dict[str, Any]]:
@@ -199,6 +205,17 @@ def _read_object(file: Path, problems: list[str]) -> dict[str, Any]:
     return {}
 
 
+def _read_list(file: Path, problems: list[str]) -> list[Any]:
+    """The list in a JSON file; empty if there is no such file."""
+    with _noting(problems), suppress(FileNotFoundError):
+        text = file.read_text("utf-8")
+        with suppress(ValueError):
+            if isinstance(values := json.loads(text), list):
+                return values
+        problems.append(f"{file}: {file.name} is damaged")
+    return []
+
+
 @dataclass
 class RecordedRun:
     """One run, as its files describe it when they are read."""
@@ -211,6 +228,8 @@ class RecordedRun:
     history: RunHistory = field(default_factory=RunHistory)
     checkpoints: Sequence[StoredCheckpoint] = ()
     evaluations: Sequence[StoredEvaluation] = ()
+    first_samples: Sequence[Mapping[str, Any]] = ()
+    """The first training samples as text: see ``drawbar.train.first_samples``."""
     plan: StoredPlan | None = None
     """What it was planned to take; None if it was not planned."""
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -269,6 +288,7 @@ def read_recorded_run(folder: Path, max_buckets: int) -> RecordedRun:
     run.checkpoints = _read_checkpoints(folder, run.progress.best, run.problems)
     with _noting(run.problems):
         run.evaluations = _read_evaluations(folder, run.problems)
+    run.first_samples = _read_list(folder / FIRST_SAMPLES_FILE, run.problems)
     run.plan = _read_plan(folder, run.problems)
     with _noting(run.problems), config_of_run(folder) as path:
         run.settings = dict(_flatten(read_file(path).values))

@@ -1,7 +1,6 @@
 """From a configuration to a run that is ready to train: its starting point, its resolved ``auto`` settings, its task,
 data and engine."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from drawbar.tracking.trackers import Trackers
 from drawbar.train.batches import load_data, open_data
 from drawbar.train.check import check_on_samples, compare_with_neighbours, with_rows_alone
 from drawbar.train.checkpoint_layouts import checkpoint_bytes
+from drawbar.train.first_samples import save_first_samples
 from drawbar.train.initial_model import InitialModel
 from drawbar.train.memory_probe import fit_micro_batch, memory_of
 from drawbar.train.reference import save_reference, with_reference
@@ -102,7 +102,7 @@ def prepare_run(
     if start.checkpoint is not None:
         progress = restore_rest(start, rest, config.run.seed, loader, validation, world)
         _check_steps(config, start, progress.step, total_steps)
-    _open_directory(resolved.written, start, progress, lock, task, engine, world, (train, validation))
+    _open_directory(resolved.written, start, progress, lock, task, engine, world, train, validation)
     if found is not None and world.is_rank0:
         found.save(config.run_dir)
     return Run(
@@ -160,7 +160,8 @@ def _open_directory(
     task: Task,
     engine: Engine,
     world: Distributed,
-    splits: Iterable[Split | None],
+    train: Split | None,
+    validation: Split | None,
 ) -> None:
     """Create or update the run directory; call it only when everything is ready to train."""
     folder = config.run_dir
@@ -172,9 +173,11 @@ def _open_directory(
         check_space(folder, required_bytes(checkpoint_bytes(engine), config.checkpoint.keep, saved))
         lock.take()
         _write_files(config, task, start)
-        for split in splits:
+        for split in (train, validation):
             if split is not None:
                 save_reference(split, folder)
+        if train is not None:
+            save_first_samples(task, train, folder)
         checkpoints.remove_leftovers()
         # the process before may have ended between the two writes of a new best step
         best = progress.best_step, config.eval.metric, progress.best_score

@@ -134,7 +134,7 @@ def test_several_runs(project: Path) -> None:
     assert "optim.lr" in table.text
     assert "0.03" in table.text
     assert "data.train" not in table.text, rows
-    assert [element.text for element in page.all("h3")].count("fast") == 5
+    assert [element.text for element in page.all("h3")].count("fast") == 6
 
 
 def test_runs_of_one_name_are_told_apart(project: Path, tmp_path: Path) -> None:
@@ -154,6 +154,10 @@ def test_hostile_texts_stay_text(project: Path, tmp_path: Path, text: str) -> No
     (run / "eval" / "validation" / "predictions.jsonl").write_text(
         json.dumps({"id": 0, text: [text], "prediction": text}) + "\n", encoding="utf-8"
     )
+    samples = json.loads((run / "first_samples.json").read_text())
+    samples[0]["parts"] = {text: [{"text": text, "is_learned": True, "is_special": True}]}
+    (run / "first_samples.json").write_text(json.dumps(samples))
+    (run / "eval" / "validation" / "samples.jsonl").write_text(json.dumps({"step": 1, "prompt": text, "text": text}))
     scores = run / "eval" / "validation" / "scores.json"
     scores.write_text(json.dumps(json.loads(scores.read_text()) | {text: 1.5}))
     write_metrics(
@@ -162,7 +166,7 @@ def test_hostile_texts_stay_text(project: Path, tmp_path: Path, text: str) -> No
     page = page_of(run)
     assert name in page.one("h1").text
     plain = text.replace("\x00", "�")  # as every HTML parser reads it
-    for section in ("settings", "events", "evaluations"):
+    for section in ("settings", "events", "evaluations", "learned"):
         assert text in page.section(section) or plain in page.section(section), section
     assert not page.all("svg", "b")
     drawn = next(trace["name"] for figure in page.figures for trace in figure["traces"] if "eval/a/" in trace["name"])

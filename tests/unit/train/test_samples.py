@@ -42,6 +42,18 @@ def test_texts_of_every_evaluation_everywhere(fit: Fit, run: Path, capsys: pytes
     assert "What the model wrote" in page
 
 
+def test_the_first_training_samples_are_in_the_report(fit: Fit, run: Path) -> None:
+    fit("train.steps=3", "eval.every=null")
+    page = render_report([read_recorded_run(run, 50)]).decode()
+    first = (run.parent.parent / "train.txt").read_text().splitlines()[0]
+    assert f'<mark>{first}</mark><mark class="special">&lt;|endoftext|&gt;</mark>' in page
+    assert "learns to end with &lt;|endoftext|&gt;" in page
+    (run / "first_samples.json").write_text("[")
+    damaged = read_recorded_run(run, 50)
+    assert damaged.problems == [f"{run / 'first_samples.json'}: first_samples.json is damaged"]
+    assert "There are none: the run has not begun" in render_report([damaged]).decode()
+
+
 def test_a_resumed_run_writes_the_same_ones(fit: Fit, run: Path) -> None:
     fit(*SETTINGS, "eval.samples=[the driver]", "run.name=through", "optim.schedule=constant")
     fit(*SETTINGS, "eval.samples=[the driver]", "train.steps=3", "optim.schedule=constant")
