@@ -198,12 +198,17 @@ def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> s
         config: the configuration to write.
         comments: comments to add to settings, by dotted key.
     """
+    return dump_settings(config.model_dump(mode="json"), comments or {})
+
+
+def dump_settings(settings: Mapping[str, Any], comments: Mapping[str, str]) -> str:
+    """The settings of a configuration, maybe not all, as YAML; ``comments`` as in ``dump_yaml``."""
     yaml = YAML()
     yaml.Representer = _Representer
     # A folded line cannot have a comment, and is hard to search.
     yaml.width = 2**20
     stream = StringIO()
-    yaml.dump(_tree(config.model_dump(mode="json"), comments or {}, ""), stream)
+    yaml.dump(_tree(settings, comments, ""), stream)
     return stream.getvalue()
 
 
