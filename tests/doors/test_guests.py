@@ -18,6 +18,7 @@ INSTALLED = distribution("drawbar")
 GUESTS = {
     "convert": {"convert"},
     "deepspeed": {"deepspeed"},
+    "imports": {"imports"},
     "jobs": {"jobs"},
     "parity": {"parity", "plan"},
     "plan": {"plan"},

@@ -55,7 +55,7 @@ class Commands(click.Group):
     """The commands, grouped by purpose. Other programs' command names get a hint."""
 
     SECTIONS = {
-        "Train": ("init", "prepare", "plan", "train"),
+        "Train": ("init", "import", "prepare", "plan", "train"),
         "Use what was trained": ("eval", "predict", "generate", "chat", "export"),
         "Look at runs": ("runs", "watch", "report", "logs", "checkpoint"),
         "Jobs on clusters and hosts": ("submit", "jobs", "status", "cancel", "resume"),
@@ -115,6 +115,7 @@ class Commands(click.Group):
     epilog="""\b
 Examples:
   drawbar init my-project                            a small project, ready to train
+  drawbar import axolotl.yaml --out config.yaml      another trainer's configuration as drawbar's
   drawbar prepare config.yaml                        encode the data, and show the sample lengths
   drawbar train config.yaml                          train, or resume an interrupted run
   drawbar train config.yaml launch.nproc=2           the same run on two processes

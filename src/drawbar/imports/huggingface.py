@@ -1,0 +1,149 @@
+"""Rules for the arguments of transformers' example scripts and of TRL's SFT."""
+
+from typing import Any
+
+from drawbar.imports import training_arguments as shared
+from drawbar.imports.conversion import Conversion, Rule, is_off
+
+GLUE = {
+    "cola": ("sentence", None),
+    "mnli": ("premise", "hypothesis"),
+    "mrpc": ("sentence1", "sentence2"),
+    "qnli": ("question", "sentence"),
+    "qqp": ("question1", "question2"),
+    "rte": ("sentence1", "sentence2"),
+    "sst2": ("sentence", None),
+    "stsb": ("sentence1", "sentence2"),
+    "wnli": ("sentence1", "sentence2"),
+}
+"""The columns of run_glue's tasks."""
+TRL = ("dataset_text_field", "dataset_train_split", "dataset_mixture", "max_length", "packing", "assistant_only_loss")
+"""Keys that only TRL's scripts have."""
+
+
+def glue(c: Conversion, name: Any) -> None:
+    first, second = GLUE[str(name).lower()]
+    c.set("task.type", "sequence_classification")
+    c.set("task.text_column", first)
+    if second:
+        c.set("task.text_pair_column", second)
+    if name == "stsb":
+        c.set("task.problem", "regression")
+    splits = ("train", "validation_matched" if name == "mnli" else "validation")
+    for key, split in zip(("data.train", "data.validation"), splits, strict=True):
+        c.set(key, shared.hub_source("nyu-mll/glue", name, split))
+
+
+def translation(c: Conversion, source: Any, target: Any, text: Any, summary: Any) -> None:
+    """run_translation's records have the texts by language, run_summarization's in two columns."""
+    c.set("task.type", "seq2seq")
+    c.set("task.source_column", f"translation.{source}" if source else text or "text", *c.names[0:3:2])
+    c.set("task.target_column", f"translation.{target}" if target else summary or "summary", *c.names[1:4:2])
+
+
+def words(c: Conversion, text: Any, labels: Any) -> None:
+    c.set("task.type", "token_classification")
+    c.set("task.tokens_column", text or "tokens", c.names[0])
+    c.set("task.labels_column", labels or "ner_tags", c.names[1])
+
+
+def data(c: Conversion, hub: Any, *given: Any) -> None:
+    """Files, or a dataset of the Hub, whose validation data are its own or a part of the training data."""
+    subset, split, held_split, train, held, test, percent = given
+    if hub:
+        c.set("data.train", shared.hub_source(hub, subset, split), *c.names[:4])
+        if held_split:
+            c.set("data.validation", shared.hub_source(hub, subset, held_split, "validation"), c.names[0], c.names[4])
+    for setting, file, name in zip(("train", "validation", "test"), (train, held, test), c.names[5:8], strict=True):
+        if file:
+            c.set(f"data.{setting}", str(file), name)
+    if percent and not held:
+        c.set("data.validation_share", float(percent) / 100, c.names[8])
+        c.note("the same share, of other records: the content of a record decides", c.names[8])
+    c.no_effect("the files, or the dataset's own split, are taken", *c.names[1:5], c.names[8])
+
+
+def mixture(c: Conversion, given: Any) -> None:
+    sources = []
+    for number, one in enumerate(given["datasets"]):
+        place = f"dataset_mixture.datasets[{number}]"
+        if one.get("weight", 1) != 1:
+            c.refuse("a random part of a dataset: take a slice as its split, such as train[:10%]", f"{place}.weight")
+        if "messages" in (one.get("columns") or ["messages"]) and not c.value("assistant_only_loss"):
+            c.refuse(
+                "TRL trains all tokens of a chat, drawbar the answers: set assistant_only_loss: true",
+                f"{place}.columns",
+            )
+        c.no_effect("a mixture is shuffled, and drawbar says which columns it does not read", f"{place}.columns")
+        c.no_effect("all of it", f"{place}.weight")
+        sources.append(shared.hub_source(one["id"], one.get("config"), one.get("split")))
+    c.set("data.train", sources[0] if len(sources) == 1 else sources, "dataset_mixture.datasets")
+    c.no_effect("the order follows from run.seed", "dataset_mixture.seed")
+    if (held := given.get("test_split_size")) is not None and float(held) < 1:
+        c.set("data.validation_share", float(held), "dataset_mixture.test_split_size")
+    c.refuse("a number of records: write the share that it is", "dataset_mixture.test_split_size") if held else None
+
+
+def texts(c: Conversion, text: Any, answers: Any, packed: Any, *lengths: Any) -> None:
+    """What a record is in causal_lm, and in how long rows: TRL's records are texts or chats, run_clm's are texts."""
+    length = next((value for value in lengths if value is not None), None)
+    if length is not None:
+        c.set("data.sequence_length", shared.steps(length), *c.names[3:])
+    if any(c.given(name) for name in TRL):
+        c.set("data.batching", "packed" if packed else "padded", c.names[2])
+        if answers:
+            c.set("task.messages_column", "messages", c.names[1])
+        elif not c.given("dataset_mixture"):
+            c.set("task.text_column", text or "text", c.names[0])
+        c.note("longer samples are truncated there; here texts are split, and chats truncated", *c.names[3:])
+    for name in c.names:
+        c.no_effect("it is so by default", name)
+
+
+def template(c: Conversion, text: Any) -> None:
+    if c.value("assistant_only_loss"):
+        c.set("task.chat_template", text)
+    else:
+        c.no_effect("only chats have a template")
+
+
+def blocks(c: Conversion, size: Any) -> None:
+    c.set("data.sequence_length", shared.steps(size))
+    c.set("data.batching", "packed")
+    c.note(
+        "run_clm joins all texts and cuts the whole; here a text ends with the end token and is cut by itself, and "
+        "rows are filled with several"
+    )
+
+
+def lora(c: Conversion, on: Any, *values: Any) -> None:
+    if is_off(on):
+        c.no_effect("use_peft is off")
+        return
+    usual = (16, 32, 0.05, None, None, None)
+    shared.set_lora(c, *(given if given is not None else value for given, value in zip(values, usual, strict=True)))
+    c.no_effect("the keys of lora say it", "use_peft")
+
+
+def revision(c: Conversion, name: Any) -> None:
+    c.no_effect("it is so by default") if name == "main" else c.refuse(
+        "download it to a folder, and name that as the model"
+    )
+
+
+RULES: dict[str, Rule] = {
+    "task_name": glue,
+    "source_lang target_lang text_column summary_column": translation,
+    "text_column_name label_column_name": words,
+    "mlm_probability": lambda c, share: (c.set("task.type", "masked_lm"), c.set("task.mask_share", share))[0],
+    "dataset_name dataset_config_name dataset_config dataset_train_split dataset_test_split train_file validation_file "
+    "test_file validation_split_percentage": lambda c, hub, first, second, *others: data(
+        c, hub, first or second, *others
+    ),
+    "dataset_mixture": mixture,
+    "dataset_text_field assistant_only_loss packing max_seq_length max_length": texts,
+    "chat_template": template,
+    "block_size": blocks,
+    "use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save use_rslora": lora,
+    "model_revision": revision,
+}

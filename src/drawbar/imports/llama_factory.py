@@ -1,0 +1,113 @@
+"""Rules for LLaMA-Factory's files. What a dataset is stands in ``dataset_info.json``."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from drawbar.imports import training_arguments as shared
+from drawbar.imports.axolotl import template_of_model
+from drawbar.imports.conversion import Conversion, Rule, is_off
+
+SHAREGPT = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
+OPENAI = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+
+
+def datasets(c: Conversion, train: Any, held: Any, folder: Any, share: Any, most: Any) -> None:
+    """The datasets by their names in ``dataset_info.json``, which must be at hand."""
+    place = Path(str(folder or "data"))
+    path = next((one / "dataset_info.json" for one in (place, c.file.path.parent / place) if one.is_dir()), None)
+    if path is None or not path.is_file():
+        c.refuse(
+            f"the datasets are described in {place}/dataset_info.json, which is not here: bring it",
+            "dataset",
+            "dataset_dir",
+        )
+        c.refuse("the datasets are not known", "eval_dataset")
+    else:
+        known = json.loads(path.read_text("utf-8"))
+        for setting, names, key in (("data.train", train, "dataset"), ("data.validation", held, "eval_dataset")):
+            listed = shared.listed(names)
+            found = [_source(c, known.get(name), path.parent, key, name) for name in listed]
+            if found:
+                c.set(setting, found[0] if len(found) == 1 else found, key)
+        c.no_effect("the folder of the datasets", "dataset_dir")
+    if not is_off(share) and float(share) < 1:
+        c.set("data.validation_share", float(share), "val_size")
+    elif not is_off(share):
+        c.refuse("a number of records: write the share of the records that it is", "val_size")
+    if not is_off(most) and "," in str(train):
+        c.refuse("data.limit.train limits all datasets together: cut the files, or take one dataset", "max_samples")
+    elif not is_off(most):
+        c.set("data.limit.train", shared.steps(most), "max_samples")
+    c.no_effect("it is off", "val_size", "max_samples")
+
+
+def _source(c: Conversion, about: Any, folder: Path, key: str, name: str) -> Any:
+    """A dataset as a source, and the task's options for its records; refuses what they are not in drawbar."""
+    if about is None:
+        c.refuse(f"dataset_info.json has no {name}", key)
+        return name
+    columns, stage = about.get("columns") or {}, c.value("stage")
+    if stage == "pt":
+        c.set("task.text_column", columns.get("prompt") or "instruction", key)
+    elif about.get("formatting") == "sharegpt":
+        c.set("task.messages_column", columns.get("messages") or "conversations", key)
+        if SHAREGPT | (about.get("tags") or {}) not in (SHAREGPT, OPENAI, SHAREGPT | {"system_tag": "system"}):
+            c.refuse(f"{name} has roles or keys of its own: rename them to role and content, user and assistant", key)
+    else:
+        c.refuse(f"{name} has instructions, which LLaMA-Factory puts into a chat: write them as chats of messages", key)
+    if columns.keys() - {"prompt", "query", "response", "history", "system", "messages", "tools"} or about.get(
+        "ranking"
+    ):
+        c.refuse(f"{name} has images, ranks or the like, and drawbar trains text", key)
+    if about.get("hf_hub_url"):
+        return shared.hub_source(about["hf_hub_url"], about.get("subset"), about.get("split"))
+    if not about.get("file_name") or about.get("num_samples"):
+        c.refuse(f"{name} is from another hub, or a part of its records", key)
+    return (folder / str(about.get("file_name"))).as_posix()
+
+
+def packing(c: Conversion, packed: Any, neat: Any, stage: Any) -> None:
+    packed = packed if packed is not None else stage == "pt"
+    c.set("data.batching", "packed" if packed or neat else "padded", "packing", "neat_packing")
+    if packed and not neat:
+        c.note("there, samples of a row see one another; here, they do not (as with neat_packing)", "packing")
+    c.no_effect("supervised training", "stage") if stage in ("sft", "pt") else c.refuse(
+        "drawbar has only sft and pt", "stage"
+    )
+
+
+def lora(c: Conversion, kind: Any, rank: Any, alpha: Any, dropout: Any, modules: Any, train: Any, rslora: Any) -> None:
+    if kind == "lora":
+        rank = 8 if rank is None else rank
+        shared.set_lora(c, rank, alpha or 2 * rank, dropout, modules or "all", train, rslora)
+        c.no_effect("the keys of lora say it", "finetuning_type")
+    elif kind == "full":
+        c.no_effect("all weights are trained")
+    else:
+        c.refuse(f"{kind} has no counterpart; lora and full have", "finetuning_type")
+        c.no_effect("finetuning_type is not lora")
+
+
+def template(c: Conversion, name: Any) -> None:
+    if c.value("stage") != "pt":
+        template_of_model(c, str(name), c.value("model_name_or_path"), "template")
+    c.no_effect("the chat template is the tokenizer's own")
+
+
+def weights(c: Conversion, pure: Any) -> None:
+    if pure:
+        c.set("precision", "bf16")
+        c.note("weights and optimizer are bf16 there; here they are fp32, and matrix products bf16")
+    c.no_effect("it is off") if not pure else None
+
+
+RULES: dict[str, Rule] = {
+    "pure_bf16": weights,
+    "bf16 fp16": lambda c, *values: shared.precision(c, values[0] or c.value("pure_bf16"), values[1]),
+    "dataset eval_dataset dataset_dir val_size max_samples": datasets,
+    "packing neat_packing stage": packing,
+    "finetuning_type lora_rank lora_alpha lora_dropout lora_target additional_target use_rslora": lora,
+    "template": template,
+    "flash_attn": shared.attention,
+}

@@ -1,0 +1,119 @@
+"""``drawbar import``: keys whose values mean something else than the same number here."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar.imports.conversion import Conversion, load_source
+from drawbar.imports.reading import read_keys
+
+HF = "model_name_or_path: m\n"
+AXOLOTL = "base_model: m/llama\nlearning_rate: 1e-4\ndatasets: [{path: a/b, type: alpaca}]\n"
+LF = "model_name_or_path: m/llama3\ntemplate: llama3\nfinetuning_type: full\n"
+
+
+def converted(source: str, text: str, folder: Path, suffix: str = ".yaml") -> Conversion:
+    path = folder / f"file{suffix}"
+    path.write_text(text, encoding="utf-8")
+    return Conversion(read_keys(path), load_source(source)).convert()
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "setting", "value"),
+    [
+        ("huggingface", HF + "warmup_steps: 0.1", "optim.warmup", 0.1),
+        ("huggingface", HF + "warmup_steps: 1", "optim.warmup", 1),
+        ("huggingface", HF + "warmup_ratio: 0.1", "optim.warmup", 0.1),
+        ("huggingface", HF + "lr_scheduler_type: constant\nwarmup_steps: 9", "optim.warmup", 0),
+        ("huggingface", HF + "lr_scheduler_type: constant_with_warmup\nwarmup_steps: 9", "optim.warmup", 9),
+        ("huggingface", HF + "lr_scheduler_type: polynomial\nlearning_rate: 1e-3", "optim.min_lr_ratio", 1e-4),
+        ("huggingface", HF + "max_steps: -1", "train.epochs", 3),
+        ("huggingface", HF + "max_steps: 10\nnum_train_epochs: 2", "train.steps", 10),
+        ("huggingface", HF + "weight_decay: 0.3", "optim.weight_decay", 0.3),
+        ("huggingface", HF, "optim.weight_decay", 0.0),
+        ("huggingface", HF, "optim.lr", 5e-5),
+        ("huggingface", HF + "max_length: 9", "optim.lr", 2e-5),
+        ("huggingface", HF + "max_length: 9", "precision", "bf16"),
+        ("huggingface", HF, "precision", "fp32"),
+        ("huggingface", HF, "run.seed", 42),
+        ("huggingface", HF, "train.global_batch", 8),
+        ("huggingface", HF + "max_grad_norm: 0", "train.gradient_clip", None),
+        ("huggingface", HF + "optim: rmsprop", "optim.name", "torch.optim:RMSprop"),
+        ("huggingface", HF + "fsdp: shard_grad_op auto_wrap", "parallel.reshard", False),
+        ("huggingface", HF + "fsdp: full_shard offload", "parallel.offload", True),
+        ("axolotl", AXOLOTL + "warmup_steps: 1", "optim.warmup", 2),
+        ("axolotl", AXOLOTL, "optim.warmup", 0.03),
+        ("axolotl", AXOLOTL + "warmup_steps: 0", "optim.warmup", 0),
+        ("axolotl", AXOLOTL, "optim.schedule", "cosine"),
+        ("axolotl", AXOLOTL, "task.prompt_column", "instruction"),
+        ("axolotl", AXOLOTL + "micro_batch_size: 2\nbatch_size: 8", "train.global_batch", 8),
+        (
+            "axolotl",
+            AXOLOTL + "micro_batch_size: 2\nbatch_size: 8\ngradient_accumulation_steps: 3",
+            "train.global_batch",
+            6,
+        ),
+        ("axolotl", AXOLOTL + "val_set_size: 0.2", "data.validation_share", 0.2),
+        (
+            "llama_factory",
+            LF + "finetuning_type: lora\nlora_rank: 4".replace("finetuning_type: lora\n", ""),
+            "optim.lr",
+            5e-5,
+        ),
+        ("llama_factory", LF, "data.sequence_length", 2048),
+        ("llama_factory", LF, "parallel.activation_checkpointing", "full"),
+        ("llama_factory", LF + "stage: pt", "data.batching", "packed"),
+        ("llama_factory", LF, "data.batching", "padded"),
+    ],
+)
+def test_a_value_means_this(source: str, text: str, setting: str, value: Any, tmp_path: Path) -> None:
+    assert converted(source, text, tmp_path).settings[setting] == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "key"),
+    [
+        (
+            "huggingface",
+            HF + "lr_scheduler_type: cosine\nlr_scheduler_kwargs: {num_cycles: 2}",
+            "lr_scheduler_kwargs.num_cycles",
+        ),
+        ("huggingface", HF + "lr_scheduler_type: warmup_stable_decay", "lr_scheduler_type"),
+        ("huggingface", HF + "fsdp: hybrid_shard", "fsdp"),
+        ("huggingface", HF + "deepspeed: absent.json", "deepspeed"),
+        ("huggingface", HF + "beta: 0.1", "beta"),
+        ("huggingface", HF + "neftune_noise_alpha: 5", "neftune_noise_alpha"),
+        ("axolotl", AXOLOTL + "train_on_inputs: true", "train_on_inputs"),
+        ("axolotl", AXOLOTL + "val_set_size: 100", "val_set_size"),
+        ("axolotl", AXOLOTL + "optimizer: lion_8bit", "optimizer"),
+        (
+            "axolotl",
+            AXOLOTL + "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_modules: 'a.*b'",
+            "lora_target_modules",
+        ),
+        ("axolotl", AXOLOTL + "special_tokens: {eos_token: <|end|>}", "special_tokens.eos_token"),
+        ("axolotl", AXOLOTL + "datasets: []\nplugins: [a.b.Odd]".replace("datasets: []\n", ""), "plugins"),
+        ("llama_factory", LF + "train_on_prompt: true", "train_on_prompt"),
+        ("llama_factory", LF.replace("m/llama3", "m/odd"), "template"),
+        ("llama_factory", LF + "dataset: a,b\nmax_samples: 5", "max_samples"),
+    ],
+)
+def test_what_would_change_the_run_is_refused(source: str, text: str, key: str, tmp_path: Path) -> None:
+    assert key in [entry.key for entry in converted(source, text, tmp_path).refusals]
+
+
+@pytest.mark.parametrize("text", ["neftune_noise_alpha: 0", "deepspeed:", "optim_args: ''", "load_in_4bit: false"])
+def test_a_value_that_says_that_it_is_off_is_not_refused(text: str, tmp_path: Path) -> None:
+    assert converted("huggingface", HF + text, tmp_path).refusals == []
+
+
+def test_optimizers_that_round_their_state_are_named(tmp_path: Path) -> None:
+    notes = converted("huggingface", HF + "optim: adamw_bnb_8bit", tmp_path).notes
+    assert any("optim (line 2)" in note and "few bits" in note for note in notes)
+
+
+def test_toml_lines(tmp_path: Path) -> None:
+    found = converted("torchtitan", '[job]\ndescription = """\n[x]\n"""\n[training]\n\nsteps = 5\n', tmp_path, ".toml")
+    assert found.line("training.steps") == 7
+    assert found.settings["train.steps"] == 5
