@@ -30,6 +30,7 @@ def datasets(c: Conversion, train: Any, pretraining: Any, test: Any, share: Any)
     if name == "pretraining_dataset":
         given = [{"type": "pretrain", **one} for one in given]
         c.set("data.streaming", True, name)
+        c.note("with sample_packing, texts may be joined and cut there; here, each is cut by itself", name)
     options = [_kind(c, one, f"{name}[{number}]") for number, one in enumerate(given)]
     if any(one != options[0] for one in options):
         c.refuse("a run reads records of one kind: convert these datasets to one of them", name)

@@ -44,10 +44,12 @@ def import_command(file: Path, out: Path | None, name: str | None, processes: in
     Each key becomes settings, or a comment says why it changes nothing here. If keys have no counterpart and would
     change what is trained, all of them are listed with their lines, the exit code is 2, and nothing is written.
     """
+    from drawbar.commands.output_files import writing
     from drawbar.errors import UserError
     from drawbar.imports.conversion import Conversion, detect, load_source
     from drawbar.imports.reading import read_keys
     from drawbar.imports.writing import check, missing, write
+    from drawbar.util.atomic_files import write_atomically
 
     if out is not None and out.exists():
         raise UserError("there is such a file already", where=str(out), remedy="give another --out, or remove the file")
@@ -61,7 +63,8 @@ def import_command(file: Path, out: Path | None, name: str | None, processes: in
     if out is None:
         click.echo(text, nl=False)
     else:
-        out.write_text(text, encoding="utf-8")
+        with writing(out, "--out"):
+            write_atomically(out, text.encode())
     outcomes = [entry.outcome for entry in conversion.entries.values()]
     counts = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in ("converted", "no effect", "no counterpart"))
     click.echo(f"{file}: {len(outcomes)} keys of {conversion.source.title}: {counts}", err=True)

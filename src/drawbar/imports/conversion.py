@@ -185,7 +185,9 @@ class Conversion:
     def note(self, text: str, *names: str) -> None:
         """Say in what the run here differs from the one there."""
         keys = [key for name in names or self.names for key in self._below(name)]
-        places = ", ".join(f"{key} (line {self.line(key)})" for key in keys[:2]) or f"{self.names[0]} (default)"
+        places = (
+            ", ".join(f"{key} (line {self.line(key)})" for key in keys[:2]) or f"{(names or self.names)[0]} (default)"
+        )
         self.notes.append(f"{places}: {text}")
 
     def no_effect(self, why: str, *names: str) -> None:
@@ -211,8 +213,7 @@ class Conversion:
 
     @property
     def refusals(self) -> list[Entry]:
-        """In the order of the file."""
-        return sorted((entry for entry in self.entries.values() if entry.refused), key=lambda entry: entry.line)
+        return [entry for entry in self.entries.values() if entry.refused]
 
 
 def whole(value: Any) -> Any:

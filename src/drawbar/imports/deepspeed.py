@@ -8,6 +8,8 @@ from drawbar.imports.training_arguments import steps, zero_settings
 from drawbar.util.registry import has_folder
 
 AUTO = (None, "auto")
+DEFAULTS = {"lr": 1e-3, "weight_decay": 0.0}
+"""Of DeepSpeed's Adam, where they are not ours."""
 
 
 def batch(c: Conversion, total: Any, micro: Any, accumulation: Any) -> None:
@@ -42,18 +44,21 @@ def optimizer(c: Conversion, kind: Any, *params: Any) -> None:
     for key, value, place in zip(("lr", "betas", "eps", "weight_decay", "momentum"), params, c.names[1:], strict=True):
         if value not in AUTO:
             c.set(f"optim.{key}", value, place)
-        elif key == "weight_decay" and value is None:
-            c.set("optim.weight_decay", 0.0, place)
+        elif value is None and key in DEFAULTS:
+            c.set(f"optim.{key}", DEFAULTS[key], place)
     c.no_effect("it is filled in from optim.*")
 
 
-def schedule(c: Conversion, kind: Any, total: Any, warmup: Any, peak: Any) -> None:
+def schedule(c: Conversion, kind: Any, total: Any, warmup: Any, peak: Any, shape: Any) -> None:
     from drawbar.deepspeed.config_json import SCHEDULES
 
     if kind not in SCHEDULES:
         c.refuse(f"the schedule {kind} has no counterpart; there are {', '.join(SCHEDULES)}")
         return
+    if shape != "linear":
+        c.refuse("by default the warm-up is logarithmic, and here a straight line: say warmup_type: linear", c.names[0])
     c.set("optim.schedule", SCHEDULES[kind], c.names[0])
+    warmup = 1000 if warmup is None else warmup  # DeepSpeed's default
     for setting, value, place in zip(("train.steps", "optim.warmup"), (total, warmup), c.names[1:], strict=False):
         if value not in AUTO:
             c.set(setting, steps(value), place)
@@ -91,7 +96,7 @@ def _rules() -> dict[str, Rule]:
         "optimizer.type optimizer.params.lr optimizer.params.betas optimizer.params.eps optimizer.params.weight_decay "
         "optimizer.params.momentum": optimizer,
         "scheduler.type scheduler.params.total_num_steps scheduler.params.warmup_num_steps "
-        "scheduler.params.warmup_max_lr": schedule,
+        "scheduler.params.warmup_max_lr scheduler.params.warmup_type": schedule,
         "zero_optimization": zero,
         "*": lambda c, everything: c.set("deepspeed.config", c.file.path.as_posix()),
     }

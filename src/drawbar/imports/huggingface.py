@@ -17,6 +17,11 @@ GLUE = {
     "wnli": ("sentence1", "sentence2"),
 }
 """The columns of run_glue's tasks."""
+TASKS = (
+    *("block_size", "mlm_probability", "line_by_line", "task_name", "source_lang", "summary_column"),
+    *("text_column_name", "label_column_name"),
+)
+"""Keys that say which of transformers' scripts a file is for."""
 TRL = ("dataset_text_field", "dataset_train_split", "dataset_mixture", "max_length", "packing", "assistant_only_loss")
 """Keys that only TRL's scripts have."""
 
@@ -32,6 +37,17 @@ def glue(c: Conversion, name: Any) -> None:
     splits = ("train", "validation_matched" if name == "mnli" else "validation")
     for key, split in zip(("data.train", "data.validation"), splits, strict=True):
         c.set(key, shared.hub_source("nyu-mll/glue", name, split))
+
+
+def masked(c: Conversion, share: Any, by_line: Any) -> None:
+    c.set("task.type", "masked_lm")
+    if share is not None:
+        c.set("task.mask_share", float(share), c.names[0])
+    if by_line:
+        c.no_effect("it is always so", c.names[1])
+    else:
+        c.note("run_mlm joins all texts and cuts the whole; here each text is cut by itself")
+        c.no_effect("it is off", c.names[1])
 
 
 def translation(c: Conversion, source: Any, target: Any, text: Any, summary: Any) -> None:
@@ -50,6 +66,16 @@ def words(c: Conversion, text: Any, labels: Any) -> None:
 def data(c: Conversion, hub: Any, *given: Any) -> None:
     """Files, or a dataset of the Hub, whose validation data are its own or a part of the training data."""
     subset, split, held_split, train, held, test, percent = given
+    if not any(c.given(name) for name in (*TASKS, *TRL)):
+        c.refuse(
+            "no key says which script the file is for: add block_size (run_clm), line_by_line (run_mlm), task_name "
+            "(run_glue) or max_length (TRL's SFT)",
+            *(name for name in c.names if c.given(name)),
+        )
+    if c.given("block_size") or c.given("line_by_line") or c.given("mlm_probability"):
+        percent = 5 if percent is None else percent  # which these scripts hold out by default
+        if hub:
+            c.note("without a split for validation, 5% are held out there: set data.validation or validation_share")
     if hub:
         c.set("data.train", shared.hub_source(hub, subset, split), *c.names[:4])
         if held_split:
@@ -57,7 +83,7 @@ def data(c: Conversion, hub: Any, *given: Any) -> None:
     for setting, file, name in zip(("train", "validation", "test"), (train, held, test), c.names[5:8], strict=True):
         if file:
             c.set(f"data.{setting}", str(file), name)
-    if percent and not held:
+    if percent and train and not held:
         c.set("data.validation_share", float(percent) / 100, c.names[8])
         c.note("the same share, of other records: the content of a record decides", c.names[8])
     c.no_effect("the files, or the dataset's own split, are taken", *c.names[1:5], c.names[8])
@@ -79,9 +105,11 @@ def mixture(c: Conversion, given: Any) -> None:
         sources.append(shared.hub_source(one["id"], one.get("config"), one.get("split")))
     c.set("data.train", sources[0] if len(sources) == 1 else sources, "dataset_mixture.datasets")
     c.no_effect("the order follows from run.seed", "dataset_mixture.seed")
-    if (held := given.get("test_split_size")) is not None and float(held) < 1:
-        c.set("data.validation_share", float(held), "dataset_mixture.test_split_size")
-    c.refuse("a number of records: write the share that it is", "dataset_mixture.test_split_size") if held else None
+    held = float(given.get("test_split_size") or 0)
+    if 0 < held < 1:
+        c.set("data.validation_share", held, "dataset_mixture.test_split_size")
+    elif held:
+        c.refuse("a number of records: write the share that it is", "dataset_mixture.test_split_size")
 
 
 def texts(c: Conversion, text: Any, answers: Any, packed: Any, *lengths: Any) -> None:
@@ -135,7 +163,7 @@ RULES: dict[str, Rule] = {
     "task_name": glue,
     "source_lang target_lang text_column summary_column": translation,
     "text_column_name label_column_name": words,
-    "mlm_probability": lambda c, share: (c.set("task.type", "masked_lm"), c.set("task.mask_share", share))[0],
+    "mlm_probability line_by_line": masked,
     "dataset_name dataset_config_name dataset_config dataset_train_split dataset_test_split train_file validation_file "
     "test_file validation_split_percentage": lambda c, hub, first, second, *others: data(
         c, hub, first or second, *others

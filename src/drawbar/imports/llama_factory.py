@@ -71,10 +71,12 @@ def packing(c: Conversion, packed: Any, neat: Any, stage: Any) -> None:
     packed = packed if packed is not None else stage == "pt"
     c.set("data.batching", "packed" if packed or neat else "padded", "packing", "neat_packing")
     if packed and not neat:
-        c.note("there, samples of a row see one another; here, they do not (as with neat_packing)", "packing")
-    c.no_effect("supervised training", "stage") if stage in ("sft", "pt") else c.refuse(
-        "drawbar has only sft and pt", "stage"
-    )
+        why = "there, samples are joined and cut, and see one another; here they do neither (as with neat_packing)"
+        c.note(why, "packing")
+    if stage in ("sft", "pt"):
+        c.no_effect("the datasets say what is trained", "stage")
+    else:
+        c.refuse("drawbar has only sft and pt", "stage")
 
 
 def lora(c: Conversion, kind: Any, rank: Any, alpha: Any, dropout: Any, modules: Any, train: Any, rslora: Any) -> None:

@@ -122,6 +122,9 @@ def optimizer(c: Conversion, name: Any, decay: Any, beta1: Any, beta2: Any, eps:
 
 
 def precision(c: Conversion, bf16: Any, fp16: Any) -> None:
+    """``fp16`` alone takes the place of a default of ``bf16``."""
+    if fp16 and (bf16 == "auto" or not c.given(c.names[0])):
+        bf16 = False
     c.set("precision", "auto" if bf16 == "auto" else "bf16" if bf16 else "fp16" if fp16 else "fp32")
 
 

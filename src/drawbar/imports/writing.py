@@ -34,10 +34,13 @@ def check(conversion: Conversion) -> None:
             its file and line.
     """
     path = conversion.file.path
-    refused = conversion.refusals
-    if refused:
+    lines = []
+    for why, (first, *more) in _by_reason(conversion.refusals).items():
+        keys = [first.key, *(f"{one.key} (line {one.line})" for one in more)]
+        lines.append(f"{path}:{first.line}: {_one_line(', '.join(keys))}: {why}")
+    if lines:
         raise UserError(
-            "\n".join(["these keys have no counterpart, and would change what is trained:", *_refusals(path, refused)]),
+            "\n".join(["these keys have no counterpart, and would change what is trained:", *lines]),
             where=str(path),
             remedy="change or remove these keys in a copy of the file, and import that",
         )
@@ -53,17 +56,6 @@ def check(conversion: Conversion) -> None:
         from drawbar.deepspeed.config_json import check_start  # a guest, which may not be there
 
         check_start(loaded, conversion.processes)
-
-
-def _refusals(path: Path, refused: list[Entry]) -> list[str]:
-    """A line for each reason, at the first of its keys."""
-    by_reason: dict[str, list[Entry]] = {}
-    for entry in refused:
-        by_reason.setdefault(entry.text, []).append(entry)
-    return [
-        f"{path}:{entries[0].line}: {', '.join(entry.key for entry in entries)}: {text}"
-        for text, entries in by_reason.items()
-    ]
 
 
 def _tree(conversion: Conversion) -> dict[str, Any]:
@@ -86,7 +78,7 @@ def write(conversion: Conversion) -> str:
         more = ", …" if len(keys) > 3 else ""
         said = f"{', '.join(keys[:3])}{more} (line {conversion.line(keys[0])})" if keys else ""
         comments[setting] = _one_line(said or f"default of {conversion.source.title}")
-    entries = sorted(conversion.entries.values(), key=lambda entry: entry.line)
+    entries = conversion.entries.values()
     parts = {
         "Still to be set:": missing(conversion),
         "Not the same here:": conversion.notes,
@@ -105,10 +97,14 @@ def _one_line(text: str) -> str:
     return " ".join(visible(text).split())
 
 
+def _by_reason(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    found: dict[str, list[Entry]] = {}
+    for entry in sorted(entries, key=lambda entry: entry.line):
+        found.setdefault(entry.text, []).append(entry)
+    return found
+
+
 def _lines(entries: Iterable[Entry], outcome: str) -> list[str]:
     """A line for each reason, with its keys and their lines."""
-    by_reason: dict[str, list[str]] = {}
-    for entry in entries:
-        if entry.outcome == outcome:
-            by_reason.setdefault(entry.text, []).append(f"{entry.key} ({entry.line})")
-    return [f"{', '.join(keys)}: {reason}" for reason, keys in by_reason.items()]
+    chosen = _by_reason(entry for entry in entries if entry.outcome == outcome)
+    return [f"{', '.join(f'{one.key} ({one.line})' for one in found)}: {reason}" for reason, found in chosen.items()]

@@ -30,6 +30,7 @@ BLOCK = 16
 FILE = f"""\
 model_name_or_path: tiny
 train_file: train.jsonl
+validation_file: train.jsonl
 block_size: {BLOCK}
 output_dir: out/ours
 per_device_train_batch_size: 2

@@ -281,6 +281,19 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "deepspeed.config": str(HERE / "files" / "deepspeed.json"),
         "deepspeed.offload_optimizer": "cpu",
     },
+    "deepspeed_schedule.json": {
+        "train.global_batch": 8,
+        "train.micro_batch": 4,
+        "train.gradient_clip": 0.5,
+        "train.steps": 1000,
+        "optim.name": "adamw",
+        "optim.lr": 3e-4,
+        "optim.schedule": "linear",
+        "optim.warmup": 100,
+        "parallel.strategy": "deepspeed",
+        "parallel.zero_stage": 2,
+        "deepspeed.config": str(HERE / "files" / "deepspeed_schedule.json"),
+    },
 }
 PROCESSES = {"torchtitan.toml": 64}
 
