@@ -22,7 +22,10 @@ TASKS = (
     *("text_column_name", "label_column_name"),
 )
 """Keys that say which of transformers' scripts a file is for."""
-TRL = ("dataset_text_field", "dataset_train_split", "dataset_mixture", "max_length", "packing", "assistant_only_loss")
+TRL = (
+    *("dataset_text_field", "dataset_train_split", "dataset_mixture", "max_length", "packing", "assistant_only_loss"),
+    "completion_only_loss",
+)
 """Keys that only TRL's scripts have."""
 
 
@@ -112,18 +115,21 @@ def mixture(c: Conversion, given: Any) -> None:
         c.refuse("a number of records: write the share that it is", "dataset_mixture.test_split_size")
 
 
-def texts(c: Conversion, text: Any, answers: Any, packed: Any, *lengths: Any) -> None:
+def texts(c: Conversion, text: Any, answers: Any, completions: Any, packed: Any, *lengths: Any) -> None:
     """What a record is in causal_lm, and in how long rows: TRL's records are texts or chats, run_clm's are texts."""
     length = next((value for value in lengths if value is not None), None)
     if length is not None:
-        c.set("data.sequence_length", shared.steps(length), *c.names[3:])
+        c.set("data.sequence_length", shared.steps(length), *c.names[4:])
     if any(c.given(name) for name in TRL):
-        c.set("data.batching", "packed" if packed else "padded", c.names[2])
-        if answers:
+        c.set("data.batching", "packed" if packed else "padded", c.names[3])
+        if completions:
+            c.set("task.prompt_column", "prompt", c.names[2])
+            c.set("task.completion_column", "completion", c.names[2])
+        elif answers:
             c.set("task.messages_column", "messages", c.names[1])
         elif not c.given("dataset_mixture"):
             c.set("task.text_column", text or "text", c.names[0])
-        c.note("longer samples are truncated there; here texts are split, and chats truncated", *c.names[3:])
+        c.note("longer samples are truncated there; here texts are split, and chats truncated", *c.names[4:])
     for name in c.names:
         c.no_effect("it is so by default", name)
 
@@ -169,7 +175,7 @@ RULES: dict[str, Rule] = {
         c, hub, first or second, *others
     ),
     "dataset_mixture": mixture,
-    "dataset_text_field assistant_only_loss packing max_seq_length max_length": texts,
+    "dataset_text_field assistant_only_loss completion_only_loss packing max_seq_length max_length": texts,
     "chat_template": template,
     "block_size": blocks,
     "use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save use_rslora": lora,

@@ -76,7 +76,7 @@ def packing(c: Conversion, packed: Any, neat: Any, stage: Any) -> None:
     if stage in ("sft", "pt"):
         c.no_effect("the datasets say what is trained", "stage")
     else:
-        c.refuse("drawbar has only sft and pt", "stage")
+        c.refuse("only sft and pt are imported", "stage")
 
 
 def lora(c: Conversion, kind: Any, rank: Any, alpha: Any, dropout: Any, modules: Any, train: Any, rslora: Any) -> None:

@@ -108,21 +108,6 @@ def converters(c: Conversion, names: Any) -> None:
         c.refuse(f"{', '.join(names)} has no counterpart; float8 is parallel.fp8")
 
 
-def saving(c: Conversion, on: Any, every: Any, keep: Any) -> None:
-    if not on:
-        c.no_effect("checkpoints are off there; drawbar saves every half hour, and at the end")
-        return
-    c.set("checkpoint.every", shared.steps(every or 500), *c.names[:2])
-    c.set("checkpoint.keep", keep or 10, c.names[2])
-
-
-def pipeline(c: Conversion, name: Any) -> None:
-    if c.value("parallelism.pipeline_parallel_degree") in (None, 1):
-        c.no_effect("there is no pipeline")
-    else:
-        c.set("parallel.schedule", {"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved1F1B": "interleaved"}[name])
-
-
 RULES: dict[str, Rule] = {
     "job.dump_folder": shared.output,
     "model.name model.flavor model.hf_assets_path model.tokenizer_path": model,
@@ -134,7 +119,5 @@ RULES: dict[str, Rule] = {
     "lr_scheduler.total_steps": schedule,
     "optimizer.beta1 optimizer.beta2 optimizer.weight_decay": optimizer,
     "parallelism.data_parallel_replicate_degree": strategy,
-    "parallelism.pipeline_parallel_schedule": pipeline,
     "activation_checkpoint.mode activation_checkpoint.selective_ac_option": recompute,
-    "checkpoint.enable checkpoint.interval checkpoint.keep_latest_k": saving,
 }

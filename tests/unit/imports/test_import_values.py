@@ -42,6 +42,8 @@ def converted(source: str, text: str, folder: Path, suffix: str = ".yaml") -> Co
         ("huggingface", HF + "optim: rmsprop", "optim.name", "torch.optim:RMSprop"),
         ("huggingface", HF + "max_length: 9\nfp16: true", "precision", "fp16"),
         ("huggingface", HF + "block_size: 9\ntrain_file: a.txt", "data.validation_share", 0.05),
+        ("huggingface", HF + "max_length: 9", "task.text_column", "text"),
+        ("huggingface", HF + "completion_only_loss: true", "task.completion_column", "completion"),
         ("huggingface", HF + "line_by_line: true\ntrain_file: a.txt", "task.type", "masked_lm"),
         ("huggingface", HF + "fsdp: shard_grad_op auto_wrap", "parallel.reshard", False),
         ("huggingface", HF + "fsdp: full_shard offload", "parallel.offload", True),

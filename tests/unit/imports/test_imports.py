@@ -153,8 +153,6 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "optim.warmup": 200,
         "optim.min_lr_ratio": 0.1,
         "eval.every": 200,
-        "checkpoint.every": 500,
-        "checkpoint.keep": 10,
         "precision": "bf16",
         "parallel.strategy": "fsdp",
         "parallel.replicate": 2,
