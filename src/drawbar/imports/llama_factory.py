@@ -10,6 +10,7 @@ from drawbar.imports.conversion import Conversion, Rule, is_off
 
 SHAREGPT = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
 OPENAI = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+OTHER_ROLES = {"system_tag": "system", "observation_tag": "observation", "function_tag": "function_call"}
 
 
 def datasets(c: Conversion, train: Any, held: Any, folder: Any, share: Any, most: Any) -> None:
@@ -52,7 +53,8 @@ def _source(c: Conversion, about: Any, folder: Path, key: str, name: str) -> Any
         c.set("task.text_column", columns.get("prompt") or "instruction", key)
     elif about.get("formatting") == "sharegpt":
         c.set("task.messages_column", columns.get("messages") or "conversations", key)
-        if SHAREGPT | (about.get("tags") or {}) not in (SHAREGPT, OPENAI, SHAREGPT | {"system_tag": "system"}):
+        tags = SHAREGPT | OTHER_ROLES | (about.get("tags") or {})
+        if tags not in (SHAREGPT | OTHER_ROLES, OPENAI | OTHER_ROLES):
             c.refuse(f"{name} has roles or keys of its own: rename them to role and content, user and assistant", key)
     else:
         c.refuse(f"{name} has instructions, which LLaMA-Factory puts into a chat: write them as chats of messages", key)

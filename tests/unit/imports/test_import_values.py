@@ -124,3 +124,13 @@ def test_toml_lines(tmp_path: Path) -> None:
     found = converted("torchtitan", '[job]\ndescription = """\n[x]\n"""\n[training]\n\nsteps = 5\n', tmp_path, ".toml")
     assert found.line("training.steps") == 7
     assert found.settings["train.steps"] == 5
+
+
+@pytest.mark.parametrize(
+    ("dataset", "refused"), [("chats", False), ("openai", False), ("odd", True), ("facts", True), ("absent", True)]
+)
+def test_datasets_of_llama_factory(dataset: str, refused: bool, tmp_path: Path) -> None:
+    """Chats of the usual roles are read; instructions, other roles and unknown names are refused."""
+    folder = Path(__file__).parent / "files" / "datasets"
+    found = converted("llama_factory", f"{LF}dataset: {dataset}\ndataset_dir: {folder}", tmp_path)
+    assert ("dataset" in [entry.key for entry in found.refusals]) == refused
