@@ -156,7 +156,6 @@ def schedule(c: Conversion, name: Any, warmup: Any, ratio: Any, options: Any, le
     c.set("optim.min_lr_ratio", float(least), "cosine_min_lr_ratio")
     if not is_off(constant):
         c.refuse("a cosine that ends before the run does has no counterpart", "cosine_constant_lr_ratio")
-    c.no_effect("it is off", "cosine_constant_lr_ratio")
 
 
 def lora(c: Conversion, adapter: Any, linear: Any, parameters: Any, *values: Any) -> None:

@@ -146,6 +146,8 @@ class Conversion:
                 self.no_effect("it has no value", key)
             elif made:
                 self._settle("converted", ", ".join(made), (key,))
+            elif is_off(self.leaves[key]):
+                self.no_effect("it is off", key)
             elif refused:
                 self.aside(f"it belongs to {refused}", key)
             else:

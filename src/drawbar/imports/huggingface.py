@@ -50,7 +50,6 @@ def masked(c: Conversion, share: Any, by_line: Any) -> None:
         c.no_effect("it is always so", c.names[1])
     else:
         c.note("run_mlm joins all texts and cuts the whole; here each text is cut by itself")
-        c.no_effect("it is off", c.names[1])
 
 
 def translation(c: Conversion, source: Any, target: Any, text: Any, summary: Any) -> None:
@@ -79,6 +78,8 @@ def data(c: Conversion, hub: Any, *given: Any) -> None:
         percent = 5 if percent is None else percent  # which these scripts hold out by default
         if hub:
             c.note("without a split for validation, 5% are held out there: set data.validation or validation_share")
+    if held_split is None and any(c.given(name) for name in TRL) and c.value("eval_strategy") in ("steps", "epoch"):
+        held_split = "test"  # TRL's default
     if hub:
         c.set("data.train", shared.hub_source(hub, subset, split), *c.names[:4])
         if held_split:

@@ -40,7 +40,6 @@ def datasets(c: Conversion, train: Any, held: Any, folder: Any, share: Any, most
         c.refuse("data.limit.train limits all datasets together: cut the files, or take one dataset", "max_samples")
     elif not is_off(most):
         c.set("data.limit.train", shared.steps(most), "max_samples")
-    c.no_effect("it is off", "val_size", "max_samples")
 
 
 def _source(c: Conversion, about: Any, folder: Path, key: str, name: str) -> Any:
@@ -103,7 +102,6 @@ def weights(c: Conversion, pure: Any) -> None:
     if pure:
         c.set("precision", "bf16")
         c.note("weights and optimizer are bf16 there; here they are fp32, and matrix products bf16")
-    c.no_effect("it is off") if not pure else None
 
 
 RULES: dict[str, Rule] = {

@@ -147,9 +147,7 @@ def attention(c: Conversion, name: Any) -> None:
 
 
 def checkpointing(c: Conversion, value: Any) -> None:
-    if is_off(value):
-        c.no_effect("it is off")
-    else:
+    if not is_off(value):
         c.set("parallel.activation_checkpointing", "full")
 
 
@@ -200,8 +198,8 @@ def fsdp(c: Conversion, words: Any, options: Any) -> None:
     words = words if isinstance(words, list) else str(words or "").split()
     sharding = {str(options.get("sharding_strategy", "")).lower(), *map(str, words)}
     if is_off(words) and is_off(options):
-        c.no_effect("it is off")
-    elif any(word.startswith("hybrid") for word in sharding):
+        return
+    if any(word.startswith("hybrid") for word in sharding):
         c.refuse("the number of replicas is not in the file: set parallel.strategy=fsdp and parallel.replicate")
     else:
         c.set("parallel.strategy", "ddp" if "no_shard" in sharding else "fsdp")

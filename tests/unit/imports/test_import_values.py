@@ -43,6 +43,12 @@ def converted(source: str, text: str, folder: Path, suffix: str = ".yaml") -> Co
         ("huggingface", HF + "max_length: 9\nfp16: true", "precision", "fp16"),
         ("huggingface", HF + "block_size: 9\ntrain_file: a.txt", "data.validation_share", 0.05),
         ("huggingface", HF + "max_length: 9", "task.text_column", "text"),
+        (
+            "huggingface",
+            HF + "max_length: 9\ndataset_name: a/b\neval_strategy: epoch",
+            "data.validation",
+            {"dataset": "a/b", "split": "test"},
+        ),
         ("huggingface", HF + "completion_only_loss: true", "task.completion_column", "completion"),
         ("huggingface", HF + "line_by_line: true\ntrain_file: a.txt", "task.type", "masked_lm"),
         ("huggingface", HF + "fsdp: shard_grad_op auto_wrap", "parallel.reshard", False),
@@ -74,7 +80,8 @@ def converted(source: str, text: str, folder: Path, suffix: str = ".yaml") -> Co
     ],
 )
 def test_a_value_means_this(source: str, text: str, setting: str, value: Any, tmp_path: Path) -> None:
-    assert converted(source, text, tmp_path).settings[setting] == pytest.approx(value)
+    found = converted(source, text, tmp_path).settings[setting]
+    assert found == (pytest.approx(value) if isinstance(value, float) else value)
 
 
 @pytest.mark.parametrize(
