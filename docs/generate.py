@@ -5,6 +5,7 @@ from pathlib import Path
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "docs", "docs/tutorial"))
 
+import chat_templates_page
 import cli_reference
 import compatibility_page
 import configuration_page
@@ -21,7 +22,7 @@ PAGES = {
     "config.schema.json": lambda: schema_text(schema_json()),
     "plan_accuracy.md": plan_accuracy_page.render,
     "reference/cli.md": cli_reference.render,
-}
+} | ({"chat_templates.md": chat_templates_page.render} if chat_templates_page.IS_AVAILABLE else {})
 
 
 COMPARISON = HERE / "comparison.md"

@@ -8,9 +8,11 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.append(str(DOCS))
 
+import chat_templates_page  # noqa: E402
 from compatibility_page import OTHERS, PARALLEL_OPTIONS, are_alternatives, broken_rules, render  # noqa: E402
 
 from drawbar.config.rules.parallel_rules import PARALLEL  # noqa: E402
+from programs import lacks  # noqa: E402
 
 
 @pytest.mark.exhaustive
@@ -21,6 +23,13 @@ def test_the_page_is_current() -> None:
 def test_each_feature_works_alone() -> None:
     for feature in PARALLEL_OPTIONS + OTHERS:
         assert broken_rules(feature.settings) == [], feature.label
+
+
+@pytest.mark.exhaustive
+def test_the_page_of_chat_templates_is_current() -> None:
+    if not chat_templates_page.IS_AVAILABLE:
+        lacks("no trl here: make .venv/installed-others")
+    assert (DOCS / "chat_templates.md").read_text(encoding="utf-8") == chat_templates_page.render(), "run `make docs`"
 
 
 @pytest.mark.exhaustive

@@ -38,7 +38,9 @@ def mark_turns(template: str) -> str:
     loops = 0
     open_loops: list[int] = []
     for _, kind, value in environment.lex(template):
-        parts.append(value)
+        # "{" and white space before a tag, which the tag removes: without it, the brace would be part of the tag
+        brace_before_tag = kind == "data" and value.endswith("{")
+        parts.append(f"{value[:-1]}{{{{ '{{' }}}}" if brace_before_tag else value)
         if kind == "block_begin":
             tag = []
         elif kind != "block_end":
@@ -153,7 +155,7 @@ class ChatFormat:
         tokens, spans = self._answers(Chat([QUESTION, ANSWER]))
         if spans and not self._ended(tokens, spans[-1]):  # then the mark of who speaks next is the end
             tokens, spans = self._answers(Chat([QUESTION, ANSWER, QUESTION]))
-        ends = {tokens[stop - 1] for _, stop in spans}
+        ends = {tokens[self._end_of(tokens, span)] for span in spans}
         return sorted((ends | {self.tokenizer.eos_token_id}) & self.special)
 
     def _answers(self, chat: Chat) -> tuple[list[int], list[Span]]:
@@ -162,7 +164,12 @@ class ChatFormat:
         return tokens, [self._with_next_mark(tokens, span) for span in spans]
 
     def _ended(self, tokens: list[int], span: Span) -> bool:
-        return span[1] > span[0] and tokens[span[1] - 1] in self.special
+        return span[1] > span[0] and tokens[self._end_of(tokens, span)] in self.special
+
+    def _end_of(self, tokens: list[int], span: Span) -> int:
+        """The place of an answer's last token, but for white space behind an end token."""
+        last = next((place for place in reversed(range(*span)) if tokens[place] in self.special), span[1] - 1)
+        return span[1] - 1 if self.tokenizer.decode(tokens[last + 1 : span[1]]).strip() else last
 
     def _with_next_mark(self, tokens: list[int], span: Span) -> Span:
         """An answer without an end token stops with what follows it, such as GLM's mark of who speaks next."""

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,7 +21,7 @@ from drawbar.data.dataset import encode_records
 from drawbar.data.sources import open_records
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
-from drawbar.tasks.chat import ChatFormat, chat_prompt, parts_written
+from drawbar.tasks.chat import TURN_KEY, ChatFormat, chat_prompt, mark_turns, parts_written, split_turns
 from drawbar.tasks.messages import Chat, as_chat, check_message, message_text
 
 TEXTS = ["Is it far? It is not far. The assistant says: user, how far is it? 1 + 1 is 2."] * 9
@@ -322,6 +323,34 @@ def test_the_mark_of_who_speaks_next_ends_an_answer_that_nothing_else_ends() -> 
         # transformers' mask ends within the last letter where that is several tokens
         _, labels = chat_format.encode(Chat([user("far?"), assistant("Far 🚂"), user("?"), assistant("ü")]), "all")
         assert learned(tokenizer, labels) == ["\nFar 🚂<|user|>", "\nü<|endoftext|>"]
+
+
+def test_white_space_behind_an_end_token_is_no_end() -> None:
+    """TRL's templates for training mark it as the assistant's, too."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>"
+        "{% generation %}{{ m.content }}<|end|>\n{% endgeneration %}{% else %}<|user|>{{ m.content }}<|end|>\n"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    family = Family(template, ROLES, "<|end|>")
+    tokenizer = family.tokenizer
+    tokenizer.chat_template = template
+    tokens, labels = ChatFormat(tokenizer).encode(Chat(CHATS["several"]), "all")
+    expected = tokenizer.apply_chat_template(
+        CHATS["several"], return_dict=True, return_assistant_tokens_mask=True
+    )  # fmt: skip
+    assert (tokens, targets(labels)) == (expected["input_ids"], expected["assistant_masks"])
+    ends = tokenizer.convert_tokens_to_ids(["<|end|>", tokenizer.eos_token])
+    assert ChatFormat(tokenizer).stop_tokens == sorted(set(ends))
+
+
+def test_a_brace_before_a_tag_stays_a_brace() -> None:
+    """As Gemma 4 writes its tools: `{` at the end of a line, and a tag that removes the line break."""
+    template = "{{ m }}:{\n{%- if a -%}b{%- endif -%}}{% for m in messages %}{{ m.content }}{% endfor %}"
+    messages = [{"content": "x", TURN_KEY: "0"}, {"content": "y", TURN_KEY: "1"}]
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    marked = environment.from_string(mark_turns(template)).render(m=1, a=True, messages=messages)
+    assert split_turns(marked) == ("1:{b}xy", {0: (5, 6), 1: (6, 7)})
 
 
 def test_a_thought_that_the_prompt_begins_is_no_target() -> None:
