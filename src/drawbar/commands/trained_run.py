@@ -17,6 +17,7 @@ from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.errors import UserError
 from drawbar.evaluation.scoring import Split, evaluate, predict
 from drawbar.evaluation.text_generation import Prompt, Sampling, generate_text
+from drawbar.models.stored_base import shapes
 from drawbar.tasks.batch import PredictFunction
 from drawbar.tasks.encoder import TaskEncoder
 from drawbar.tasks.task import Task
@@ -61,7 +62,7 @@ class TrainedRun:
         self.model.eval()
 
     def __repr__(self) -> str:
-        size = sum(one.numel() for one in self.model.parameters())
+        size = sum(shape.numel() for shape in shapes(self.model).values())
         return (
             f"<TrainedRun {self.config.run_dir}, step {self.step:,}: {type(self.model).__name__}, {size:,} parameters>"
         )

@@ -14,6 +14,7 @@ from drawbar.engines.engine import Engine
 from drawbar.engines.local_model import build_weightless
 from drawbar.engines.parts import EngineParts
 from drawbar.errors import UserError
+from drawbar.models.stored_base import shapes
 from drawbar.parallel.compile import check_compiler
 from drawbar.parallel.fp8 import check_fp8
 from drawbar.parallel.precision import choose_dtypes, store_frozen_weights_low
@@ -61,9 +62,8 @@ def build_engine(task: Task, config: RunConfig, world: Distributed, total_steps:
 
 def _describe(model: nn.Module) -> str:
     """``llama, 1,463,883,776 parameters, of which 3,211,264 are trained``."""
-    parameters = list(model.parameters())
-    number = sum(one.numel() for one in parameters)
-    trained = sum(one.numel() for one in parameters if one.requires_grad)
+    number = sum(shape.numel() for shape in shapes(model).values())
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     name = getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__
     return f"{name}, {number:,} parameters" + (f", of which {trained:,} are trained" if trained < number else "")
 
@@ -139,6 +139,8 @@ def choose_strategy(task: Task, config: RunConfig, world: Distributed, room: flo
         return config.strategy.name, "the configuration has a section for it"
     if world.size == 1:
         return "single", "one process"
+    if config.lora is not None and config.lora.packs:
+        return "ddp", f"every process stores the whole base in {config.lora.base}"
     if world.dp_ranks.size == 1:
         return "ddp", "all ranks together hold one replica of the model"
     if type(task).build_model is not PretrainedTask.build_model:

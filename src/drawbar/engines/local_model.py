@@ -24,6 +24,7 @@ from drawbar.models.lora import (
     add_adapters_and_fill,
     add_adapters_to_base,
     describe_adapters,
+    pack_base,
 )
 from drawbar.models.packed import PACKED_FAMILIES, allow_packing
 from drawbar.models.plans import plan_for
@@ -117,6 +118,7 @@ def prepared_meta_model(meta_model: nn.Module, config: RunConfig, base: FrozenBa
     """
     if config.lora is not None and base is not None:
         add_adapters(meta_model, config.lora, base.without_file)
+        pack_base(meta_model, config.lora)
     freeze(meta_model, config.optim)
     keep_trained_weights_in_fp32(meta_model)
     return meta_model

@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from drawbar.config.schema.run_config import LoraSection, RunConfig
 from drawbar.errors import UserError
+from drawbar.models.stored_base import AsPacked, can_pack, pack, shapes, unpack_all
 from drawbar.parallel.precision import weights_to_store_low
 from drawbar.runtime.safetensors_reader import DTYPES
 from drawbar.runtime.torch_internals import _BatchNorm
@@ -255,8 +256,40 @@ def add_adapters_to_base(model: nn.Module, lora: LoraSection, without_file: Coll
     before = [parameter for parameter in model.parameters() if parameter.requires_grad]
     add_adapters(model, lora, without_file)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    frozen = [parameter for parameter in before if not parameter.requires_grad]
-    return FrozenBaseInfo(frozenset(trained & set(without_file)), _digest(frozen))
+    digest = _digest(parameter for parameter in before if not parameter.requires_grad)
+    pack_base(model, lora)
+    return FrozenBaseInfo(frozenset(trained & set(without_file)), digest)
+
+
+def pack_base(model: nn.Module, lora: LoraSection) -> None:
+    """Store the base as ``lora.base`` says, in place."""
+    for layer in _layers_to_pack(model, lora).values():
+        pack(layer, str(lora.base), layer.weight.detach())
+
+
+def _layers_to_pack(model: nn.Module, lora: LoraSection) -> dict[str, nn.Module]:
+    """The linear layers that are stored as ``lora.base`` says, by the name of their weight in the model without
+    adapters: all but output embeddings, those that are trained whole, and those that share a weight."""
+    if not lora.packs:
+        return {}
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    heads = {id(layer) for layer in output_embeddings(model)}
+    return {
+        without_adapters(f"{name}.weight"): module
+        for name, module in model.named_modules()
+        if can_pack(module, str(lora.base)) and id(module) not in heads and uses[id(module.weight)] == 1
+    }
+
+
+def as_stored(model: nn.Module, lora: LoraSection, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """The pretrained weights as training computed with them.
+
+    Args:
+        model: with its adapters, possibly without values; its base is not packed.
+        weights: the pretrained weights, by name.
+    """
+    layers = _layers_to_pack(model, lora)
+    return AsPacked(weights, layers, str(lora.base)) if layers else weights
 
 
 def add_adapters_to_meta_model(
@@ -282,16 +315,21 @@ def add_adapters_and_fill(
     Args:
         model: on the CPU, as adapters are drawn where it is; with ``expanded_empty`` it takes no memory.
         weights: the pretrained weights of all its parameters, by name; each is read once.
-        precision: of the run, whose frozen weights are stored low; ``fp32`` for all as the model has them.
+        precision: of the run, whose frozen weights are stored low; ``fp32`` for all as the model has them. What
+            ``lora.base`` packs is packed in any case.
     """
     before = {name: (parameter, parameter.requires_grad) for name, parameter in model.named_parameters()}
     add_adapters(model, lora)
-    low = weights_to_store_low(model, precision)
+    packed = _layers_to_pack(model, lora)
+    low = set() if lora.base == "fp32" else weights_to_store_low(model, precision)
 
     def fill() -> Iterator[torch.Tensor]:
         for name, (parameter, is_trained) in before.items():
             value = weights[name].to(parameter.dtype)
-            parameter.data = value.to(DTYPES[precision]) if parameter in low else value
+            if name in packed:
+                pack(packed[name], str(lora.base), value)
+            else:
+                parameter.data = value.to(DTYPES[precision]) if parameter in low else value
             if is_trained and not parameter.requires_grad:
                 yield value
 
@@ -330,6 +368,7 @@ def merged(model: nn.Module) -> nn.Module:
         The same ``model``, with the modules and parameter names that it had before :func:`add_adapters`. What was
         frozen is still frozen: the model is meant for use and export, not for training.
     """
+    unpack_all(model)
     for name, layer in reversed(adapted_layers(model).items()):  # the inner one first: several may be around a module
         layer.merge()
         model.set_submodule(name, layer.base_layer)
@@ -472,12 +511,13 @@ def describe_adapters(model: nn.Module) -> str:
     """How much of a model is trained, and what has no adapters, for the log: its matrices, by the ends of their names,
     the largest first."""
     sizes, adapted = Counter[str](), adapted_parameters(model)
-    for name, parameter in model.named_parameters():
+    every = shapes(model)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, shape in every.items():
         own = without_adapters(name)
-        if parameter.ndim > 1 and not parameter.requires_grad and own not in adapted:
-            sizes[own.removesuffix(".weight").rpartition(".")[2]] += parameter.numel()
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    total = sum(parameter.numel() for parameter in model.parameters())
+        if len(shape) > 1 and name not in trained and own not in adapted:
+            sizes[own.removesuffix(".weight").rpartition(".")[2]] += shape.numel()
+    learnt, total = sum(every[name].numel() for name in trained), sum(shape.numel() for shape in every.values())
     rest = ", ".join(f"{name} ({size:,})" for name, size in sizes.most_common(6))
     more = ", …" if len(sizes) > 6 else ""
-    return f"lora: {trained:,} of {total:,} parameters are trained; without adapters: {rest or 'none'}{more}"
+    return f"lora: {learnt:,} of {total:,} parameters are trained; without adapters: {rest or 'none'}{more}"

@@ -78,7 +78,7 @@ def weights_to_store_low(model: nn.Module, precision: str) -> set[nn.Parameter]:
 def store_frozen_weights_low(model: nn.Module, config: RunConfig) -> None:
     """Under LoRA, store the frozen weights of :func:`weights_to_store_low` in the low precision, in place. Without it,
     checkpoints have frozen weights, too, which stay as they are."""
-    if config.lora is None:
+    if config.lora is None or config.lora.base == "fp32":
         return
     for parameter in weights_to_store_low(model, config.precision):
         parameter.data = parameter.data.to(DTYPES[config.precision])

@@ -129,5 +129,5 @@ def _quantized(name: str, found: Any) -> UserError:
         f"{Path(name).name if Path(name).is_dir() else name} is stored quantized{f' ({how})' if how else ''}, which "
         "drawbar does not train",
         where="task.model",
-        remedy="name the unquantized model that it was made from",
+        remedy="name the unquantized model that it was made from; lora.base=nf4 stores that in 4 bits",
     )

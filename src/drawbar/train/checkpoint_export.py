@@ -22,6 +22,7 @@ from drawbar.models.lora import (
     AdaptedParameter,
     adapted_parameters,
     add_adapters_to_meta_model,
+    as_stored,
     merged,
     merged_weight,
     save_adapter,
@@ -97,6 +98,7 @@ class CheckpointExport:
         self.model = _checked(build_meta_model(self._task))
         warn_of_other_base(snapshot, add_adapters_to_meta_model(self.model, lora, weights))
         check_weights(saved_tensors(self.model, self._config), self._weights)
+        weights = as_stored(self.model, lora, weights)
         adapted = adapted_parameters(self.model) if merge else {}
         self._read = partial(_read_adapted, adapted, self._weights, weights)
 

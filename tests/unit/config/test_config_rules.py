@@ -138,6 +138,16 @@ BREAKING = {
     "deepspeed on mps": [["deepspeed={}", "device=mps"]],
     "compile with stage 3": [["deepspeed.preset=zero3", "parallel.compile=true"]],
     "adapters of a model from scratch": [["lora={}", "task.from_scratch={}"]],
+    "a packed base that is sharded": [
+        [f"lora.base={base}", "task.model=gpt2", setting]
+        for base, setting in (
+            ("nf4", "parallel.strategy=fsdp"),
+            ("int8", "parallel.tensor=2"),
+            ("bf16", "parallel.pipeline=2"),
+            ("nf4", "deepspeed.preset=zero2"),
+            ("nf4", "parallel.strategy=dp"),
+        )
+    ],
     "adapters and new embeddings": [["lora={rank: 2}", "task.resize_embeddings=true"]],
     "evaluation without data": [["eval.every=5"], ["eval.at_start=true"], ["eval.every=1", "eval.patience=2"]],
     "names of training data": [["data.train={name: a, files: b.txt}"], ["data.train=[a.txt, {name: a, files: b.txt}]"]],
@@ -172,6 +182,8 @@ WORKING = [
     ["data.streaming=true", "data.batching=packed", "train.micro_batch_tokens=4096"],
     ["data.train=[a, {files: b}]", "data.shuffle=false"],
     ["lora={rank: 2}", "task.model=gpt2"],
+    *(["lora.base=nf4", "task.model=gpt2", f"parallel.strategy={name}"] for name in ("auto", "single", "ddp", "zero1")),
+    ["lora.base=fp32", "task.model=gpt2", "parallel.strategy=fsdp", "precision=bf16"],
     ["optim.name=muon", "optim.momentum=0.95", "optim.betas=[0.8, 0.9]"],
     ["optim.schedule=polynomial", "optim.power=2.0"],
     ["parallel.strategy=fsdp", "parallel.tensor=2", "parallel.pipeline=2", "optim.name=muon", "lora={rank: 2}"],

@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from drawbar.cli import group
 from drawbar.config.io.load_config import load_config
@@ -415,3 +415,34 @@ def test_a_containers_limit_is_its_memory(tmp_path: Path, monkeypatch: pytest.Mo
     assert look_at_machine().memory == 2**30
     limit.write_text("max\n")
     assert usable_memory() > 2**30
+
+
+ADAPTED = (
+    "task.from_scratch=null",
+    "task.model=llama",
+    "lora={rank: 4, modules: linear}",
+    "task.tokenizer.train=byte_bpe",
+)
+
+
+@pytest.mark.usefixtures("project")
+def test_a_packed_base_is_counted_in_its_own_bytes() -> None:
+    LlamaConfig(**LLAMA).save_pretrained("llama")
+    found = {
+        base: largest(1, "parallel.strategy=single", *ADAPTED, f"lora.base={base}").parameters
+        for base in ("fp32", "bf16", "int8", "nf4")
+    }
+    weights = 2 * (4 * 64 * 64 + 3 * 64 * 128)
+    outputs, blocks = 2 * (5 * 64 + 2 * 128), weights // 64
+    assert found["fp32"] - found["bf16"] == 2 * weights
+    assert found["fp32"] - found["int8"] == 3 * weights - 4 * outputs
+    # 64 or 128 blocks of a matrix share one factor; each has a mean
+    assert found["fp32"] - found["nf4"] == 3.5 * weights - blocks - 2 * 7 * (4 + 4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("project")
+def test_the_peak_of_adapters_on_nf4_is_that_of_the_cpus_allocator() -> None:
+    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained("llama")
+    [(planned, measured)] = run_ranks(peaks, 1, os.getcwd(), [*ADAPTED, "lora.base=nf4"])
+    assert planned == pytest.approx(measured, rel=0.1)

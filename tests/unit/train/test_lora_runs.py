@@ -199,6 +199,56 @@ def test_fsdp_trains_what_the_pretrained_model_lacks_and_experts(family: str, pr
     assert weights(project / "runs" / f"{family}-fsdp", 12).keys() == weights(whole, 12).keys()
 
 
+@pytest.fixture(scope="module")
+def in_4_bits(project: Path) -> Path:
+    """A run on a base in nf4, without interruption."""
+    use(project, "llama")
+    fit_in(project, "run.name=nf4", "lora.base=nf4", "lora.modules=linear")
+    return project / "runs" / "nf4"
+
+
+def test_a_packed_base_trains_otherwise_and_resumes_bit_by_bit(in_4_bits: Path, project: Path) -> None:
+    use(project, "llama")
+    packed = ("lora.base=nf4", "lora.modules=linear")
+    fit_in(project, "run.name=nf4-resumed", *packed, resume=str(in_4_bits / "checkpoints" / "step-00000006"))
+    other = project / "runs" / "nf4-resumed"
+    assert losses(other) == {step: loss for step, loss in losses(in_4_bits).items() if step > 6}
+    assert scores(other)[12] == scores(in_4_bits)[12]
+    saved = weights(in_4_bits, 12)
+    assert all(torch.equal(tensor, weights(other, 12)[name]) for name, tensor in saved.items())
+    assert all("lora_" in name for name in saved)
+    fit_in(project, "run.name=whole-base", "lora.modules=linear")
+    assert 1e-6 < largest_difference(losses(project / "runs" / "whole-base"), losses(in_4_bits)) < 0.1
+
+
+def test_a_run_goes_on_only_upon_the_base_that_it_had(in_4_bits: Path, project: Path) -> None:
+    use(project, "llama")
+    with pytest.raises(UserError, match=r"lora\.base +nf4 +int8"):
+        fit_in(project, "run.name=nf4", "lora.base=int8", "lora.modules=linear", "train.steps=13")
+
+
+def test_a_packed_base_is_the_same_after_training(in_4_bits: Path, project: Path, tmp_path: Path) -> None:
+    use(project, "llama")
+    settings = ["run.name=nf4", "lora.base=nf4", "lora.modules=linear"]
+    with contextlib.chdir(project):
+        config = drawbar.load_config("config.yaml", settings).config
+        found = evaluate_run(config, None, "validation", "12")
+        run = drawbar.load_run("runs/nf4")
+        for merge in (False, True):
+            export_run(config, None, tmp_path / str(merge), "12", ExportFormat(merge))
+    assert found["loss"] == pytest.approx(scores(in_4_bits)[12]["eval/validation/loss"], rel=1e-6)
+    tokens = torch.arange(40)[None]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "True").eval()
+    # of the adapters alone, the unpacked base is another model
+    unpacked = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(project / "llama"), tmp_path / "False"
+    )
+    with torch.no_grad():
+        expected = run.model.eval()(tokens).logits
+        torch.testing.assert_close(merged(tokens).logits, expected, rtol=0, atol=1e-5)
+        assert (unpacked.eval()(tokens).logits - expected).abs().max() > 1e-4
+
+
 @pytest.fixture
 def other_base(project: Path, tmp_path: Path) -> str:
     """The setting of a pretrained model like the first, with one other weight, as after a new revision."""

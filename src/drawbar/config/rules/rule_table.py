@@ -84,6 +84,12 @@ def _has_weights(sources: Sources) -> bool:
     return isinstance(sources, list) and any(source.weight for source in _sections(sources))
 
 
+def _splits_weights(config: RunConfig) -> bool:
+    """Whether processes hold shards of weights, or another library or torch's ``nn.DataParallel`` copies them."""
+    strategy = config.strategy
+    return strategy.shards_parameters or strategy.has_engine or strategy.many_devices or config.parallel.model_ranks > 1
+
+
 BATCHES_AND_STEPS = (
     Rule(
         "training data",
@@ -175,6 +181,14 @@ ADAPTERS = (
         lambda c: c.lora is not None and bool(getattr(c.task, "resize_embeddings", False)),
         "the added rows would stay random",
         "add the tokens to the model beforehand, or remove lora",
+    ),
+    Rule(
+        "a packed base that is sharded",
+        ("lora.base", "parallel"),
+        lambda c: c.lora is not None and c.lora.packs and _splits_weights(c),
+        "packed weights are neither split nor copied between devices",
+        "set parallel.strategy to ddp or zero1 and the degrees to 1, or remove lora.base: in bf16 training, frozen "
+        "weights are in bf16 anyway",
     ),
 )
 

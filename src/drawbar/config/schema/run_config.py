@@ -213,6 +213,15 @@ class LoraSection(Section):
     of module and fused parameter names (`[linear, experts]`, as MoE experts are not linear layers)."""
     train: list[str] = []
     """Modules to train fully, in addition to the adapters; a new classification head is always fully trained."""
+    base: Literal["fp32", "bf16", "int8", "nf4"] | None = None
+    """How the frozen weights of linear layers are stored, but for the output head: `nf4` takes half a byte a weight
+    (QLoRA, with double quantization), `int8` one, and matrix products are as `precision` says. Default: as they are
+    multiplied."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether ``base`` stores weights other than layers compute with them, whatever the precision is."""
+        return self.base not in (None, "fp32")
 
 
 class EveryKthBlock(Section):
