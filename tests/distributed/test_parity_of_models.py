@@ -111,6 +111,11 @@ JOBS: dict[str, tuple[list[str], list[str], str]] = {
     "packed": (PACKED, ["ddp", "fsdp", "tensor=2", "pipeline=2"], "fp32"),
     "bf16": (LLAMA, ["ddp", "zero1", "fsdp", "tensor=2", "pipeline=2"], "bf16"),
     "adapters": (ADAPTED, ["ddp", "zero1", "fsdp", "tensor=2", "pipeline=2"], "fp32"),
+    "adapters with lengths": (
+        [*ADAPTED, "lora.dora=true"],
+        ["ddp", "zero1", "fsdp", "pipeline=2"],
+        "fp32",
+    ),
     "adapters on nf4": ([*ADAPTED, "lora.base=nf4"], ["ddp", "zero1"], "fp32"),
     "adapters on int8": ([*ADAPTED, "lora.base=int8"], ["ddp", "zero1"], "bf16"),
 }

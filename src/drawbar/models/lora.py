@@ -219,6 +219,7 @@ def add_adapters(model: nn.Module, lora: LoraSection, without_file: Collection[s
         rank_pattern=lora.ranks,
         lora_alpha=lora.alpha,
         use_rslora=lora.rslora,
+        use_dora=lora.dora,
         lora_dropout=lora.dropout,
         target_modules=target_setting(model, targets.modules),
         target_parameters=parameter_setting(model, targets.parameters) or None,
@@ -263,8 +264,18 @@ def add_adapters_to_base(model: nn.Module, lora: LoraSection, without_file: Coll
 
 def pack_base(model: nn.Module, lora: LoraSection) -> None:
     """Store the base as ``lora.base`` says, in place."""
-    for layer in _layers_to_pack(model, lora).values():
+    packed = _layers_to_pack(model, lora)
+    for layer in packed.values():
         pack(layer, str(lora.base), layer.weight.detach())
+    for name, adapted in adapted_parameters(model).items():
+        if name in packed:
+            _set_lengths(adapted.layer)
+
+
+def _set_lengths(layer: nn.Module) -> None:
+    """Under DoRA, let a layer with an adapter begin with the lengths that the rows of its weight have now."""
+    for adapter, variant in layer.lora_variant.items():
+        variant.init(layer, adapter)
 
 
 def _layers_to_pack(model: nn.Module, lora: LoraSection) -> dict[str, nn.Module]:
@@ -320,8 +331,9 @@ def add_adapters_and_fill(
     """
     before = {name: (parameter, parameter.requires_grad) for name, parameter in model.named_parameters()}
     add_adapters(model, lora)
-    packed = _layers_to_pack(model, lora)
+    packed, adapted = _layers_to_pack(model, lora), adapted_parameters(model)
     low = set() if lora.base == "fp32" else weights_to_store_low(model, precision)
+    low -= {parameter for layer in packed.values() for parameter in layer.parameters(recurse=False)}
 
     def fill() -> Iterator[torch.Tensor]:
         for name, (parameter, is_trained) in before.items():
@@ -329,7 +341,11 @@ def add_adapters_and_fill(
             if name in packed:
                 pack(packed[name], str(lora.base), value)
             else:
-                parameter.data = value.to(DTYPES[precision]) if parameter in low else value
+                parameter.data = value
+            if name in adapted:
+                _set_lengths(adapted[name].layer)
+            if parameter in low:
+                parameter.data = value.to(DTYPES[precision])
             if is_trained and not parameter.requires_grad:
                 yield value
 
@@ -434,9 +450,11 @@ def save_adapter(model: nn.Module, folder: Path, base_name: str, read: Callable[
     """
     layers = tuple(f"{name}." for name in adapted_layers(model))
     trained = trained_state(model)
-    # a saved adapter's tensor names leave out the name of the adapter (``default``)
+    # a saved adapter's tensor names leave out the name of the adapter (``default``), and those of DoRA's lengths more
     names = {
-        re.sub(rf"\.{_ADAPTER}(\.weight|\.bias)?$", r"\1", name): name for name in trained if name.startswith(layers)
+        re.sub(rf"(_vector)?\.{_ADAPTER}(\.weight|\.bias)?$", lambda end: end[1] or end[2] or "", name): name
+        for name in trained
+        if name.startswith(layers)
     }
     whole = _modules_to_save(model, [name for name in trained if not name.startswith(layers)])
     for module in whole:

@@ -148,6 +148,10 @@ BREAKING = {
             ("nf4", "parallel.strategy=dp"),
         )
     ],
+    "DoRA with split or copied layers": [
+        ["lora.dora=true", "task.model=gpt2", setting]
+        for setting in ("parallel.tensor=2", "deepspeed.preset=zero2", "parallel.strategy=dp")
+    ],
     "adapters and new embeddings": [["lora={rank: 2}", "task.resize_embeddings=true"]],
     "evaluation without data": [["eval.every=5"], ["eval.at_start=true"], ["eval.every=1", "eval.patience=2"]],
     "names of training data": [["data.train={name: a, files: b.txt}"], ["data.train=[a.txt, {name: a, files: b.txt}]"]],
@@ -184,6 +188,7 @@ WORKING = [
     ["lora={rank: 2}", "task.model=gpt2"],
     *(["lora.base=nf4", "task.model=gpt2", f"parallel.strategy={name}"] for name in ("auto", "single", "ddp", "zero1")),
     ["lora.base=fp32", "task.model=gpt2", "parallel.strategy=fsdp", "precision=bf16"],
+    ["lora.dora=true", "task.model=gpt2", "parallel.strategy=fsdp", "parallel.pipeline=2"],
     ["optim.name=muon", "optim.momentum=0.95", "optim.betas=[0.8, 0.9]"],
     ["optim.schedule=polynomial", "optim.power=2.0"],
     ["parallel.strategy=fsdp", "parallel.tensor=2", "parallel.pipeline=2", "optim.name=muon", "lora={rank: 2}"],

@@ -61,6 +61,9 @@ def trained(config: RunConfig) -> tuple[Any, ...]:
         ("llama", {**SMALL, "tie_word_embeddings": True}, {"modules": "linear"}),
         ("llama", SMALL, {"train": ["norm", "lm_head"]}),
         ("gpt2", ARCHITECTURES["gpt2"], {"dropout": 0.1}),
+        ("gpt2", ARCHITECTURES["gpt2"], {"dora": True, "base": "int8"}),
+        ("llama", SMALL, {"dora": True, "modules": ["linear", "embed_tokens"], "dropout": 0.1}),
+        ("llama", SMALL, {"dora": True, "base": "nf4"}),
     ],
 )
 def test_a_base_read_tensor_by_tensor_is_the_one_that_is_built(

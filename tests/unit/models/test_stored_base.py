@@ -94,23 +94,40 @@ def lose_bits(model: nn.Module, form: str) -> None:
             module.weight.copy_(kept.t() if turned else kept)
 
 
-@FORM
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_steps_are_those_of_peft_on_the_unpacked_weights(tmp_path: Path, family: str, form: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "lora"),
+    [*((form, {}) for form in FORMS), *((form, {"dora": True}) for form in (None, "nf4")), ("int8", {"rslora": True})],
+)
+def test_steps_are_those_of_peft_on_the_unpacked_weights(
+    tmp_path: Path, family: str, form: str | None, lora: dict[str, bool]
+) -> None:
     base = save(tmp_path, family)
-    lose_bits(base, form)
-    engine = tiny_engine(adapting(tmp_path, base=form, rank=4))
+    if form is not None:
+        lose_bits(base, form)
+    engine = tiny_engine(adapting(tmp_path, base=form, rank=4, **lora))
     start_adapters(engine)
     targets = sorted({name.rpartition(".")[2] for name in adapted_layers(engine.module)})
     reference = peft.get_peft_model(
-        base, peft.LoraConfig(r=4, lora_alpha=16, target_modules=targets, fan_in_fan_out=family == "gpt2")
+        base,
+        peft.LoraConfig(
+            r=4,
+            lora_alpha=16,
+            target_modules=targets,
+            fan_in_fan_out=family == "gpt2",
+            **{f"use_{name}": value for name, value in lora.items()},
+        ),
     )
     ours = {name: parameter for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     theirs = {n.removeprefix("base_model.model."): p for n, p in reference.named_parameters() if p.requires_grad}
     assert ours.keys() == theirs.keys()
     for name, parameter in theirs.items():
+        if "magnitude" in name:
+            torch.testing.assert_close(ours[name], parameter, rtol=1e-6, atol=0)
         parameter.data.copy_(ours[name])
-    optimizer = torch.optim.AdamW(theirs.values(), lr=1e-2, weight_decay=0.01)
+    decayed, others = ([p for p in theirs.values() if (p.ndim > 1) == matrix] for matrix in (True, False))
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
     for seed in range(5):
         micro_batches = random_step(engine, seed, micro_batches=3, rows=1)
         optimizer.zero_grad()

@@ -249,6 +249,30 @@ def test_a_packed_base_is_the_same_after_training(in_4_bits: Path, project: Path
         assert (unpacked.eval()(tokens).logits - expected).abs().max() > 1e-4
 
 
+def test_lengths_of_dora_are_resumed_and_exported(project: Path, tmp_path: Path) -> None:
+    whole = use(project, "llama").parent / "dora"
+    settings = ["run.name=dora", "lora.dora=true", "lora.modules=linear", "lora.dropout=0"]
+    fit_in(project, *settings)
+    fit_in(project, *settings, "run.name=dora-resumed", resume=str(whole / "checkpoints" / "step-00000006"))
+    saved, again = weights(whole, 12), weights(project / "runs" / "dora-resumed", 12)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in saved.items())
+    lengths = {name for name in saved if "magnitude" in name}
+    assert len(lengths) == 14
+    assert not any(torch.equal(saved[name], weights(whole, 6)[name]) for name in lengths)
+    with contextlib.chdir(project):
+        config = drawbar.load_config("config.yaml", settings).config
+        run = drawbar.load_run("runs/dora")
+        for merge in (False, True):
+            export_run(config, None, tmp_path / str(merge), "12", ExportFormat(merge))
+    tokens = torch.arange(40)[None]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "True")
+    alone = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(project / "llama"), tmp_path / "False")
+    with torch.no_grad():
+        expected = run.model.eval()(tokens).logits
+        for model in (merged, alone):
+            torch.testing.assert_close(model.eval()(tokens).logits, expected, rtol=0, atol=1e-5)
+
+
 @pytest.fixture
 def other_base(project: Path, tmp_path: Path) -> str:
     """The setting of a pretrained model like the first, with one other weight, as after a new revision."""

@@ -190,6 +190,17 @@ ADAPTERS = (
         "set parallel.strategy to ddp or zero1 and the degrees to 1, or remove lora.base: in bf16 training, frozen "
         "weights are in bf16 anyway",
     ),
+    Rule(
+        "DoRA with split or copied layers",
+        ("lora.dora", "parallel"),
+        lambda c: (
+            c.lora is not None
+            and c.lora.dora
+            and (c.strategy.has_engine or c.strategy.many_devices or c.parallel.tensor > 1)
+        ),
+        "DoRA reads whole weights besides multiplying with them",
+        "set lora.dora=false; or parallel.strategy to fsdp, zero1 or ddp, and parallel.tensor=1",
+    ),
 )
 
 EVALUATION = (

@@ -218,6 +218,10 @@ class LoraSection(Section):
     (QLoRA, with double quantization), `int8` one, and matrix products are as `precision` says. Default: as they are
     multiplied."""
 
+    dora: bool = False
+    """Train the length of each row of the adapted weights besides its direction, which the adapters change (DoRA, Liu
+    et al. 2024); slower, as each forward computes the lengths."""
+
     @property
     def packs(self) -> bool:
         """Whether ``base`` stores weights other than layers compute with them, whatever the precision is."""
