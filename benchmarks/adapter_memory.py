@@ -32,7 +32,8 @@ QWEN2 = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
 SMALL = {**QWEN2, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
 SETTINGS = ("train.steps=3", "train.global_batch=2", "train.micro_batch=1", "data.sequence_length=256", "device=cpu",
             "precision=fp32", "parallel.strategy=single", "lora={rank: 16, modules: linear}")  # fmt: skip
-BASES = ("lora.base=fp32", "lora.base=bf16", "lora.base=int8", "lora.base=nf4")
+BASES = ("lora.base=fp32", "lora.base=bf16", "lora.base=int8", "lora.base=nf4", "lora.base=nf4 lora.dora=true",
+         "lora.base=nf4 optim.state_dtype=int8")  # fmt: skip
 
 
 def configure(folder: Path, model: str, settings: str) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Moments in bf16 and averages of the weights are the same under every strategy, and a resumed run is the same run."""
+"""Low moments and averages of weights are the same under every strategy, and a resumed run is the same run."""
 
 from pathlib import Path
 from typing import Any
@@ -31,17 +31,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("llama", {"strategy": "fsdp"}),
     "tensor": ("gpt2", {"strategy": "ddp", "tensor": 2}),
     "pipeline": ("llama", {"strategy": "ddp", "pipeline": 2}),
+    "int8 ddp": ("int8", {"strategy": "ddp"}),
+    "int8 zero1": ("int8", {"strategy": "zero1"}),
+    "int8 pipeline": ("int8", {"strategy": "ddp", "pipeline": 2}),
 }
+"""Family (``int8``: llama, with such moments), and settings of ``parallel``."""
 FUSED = "c_attn.weight"
 """Of gpt2: tensor parallelism stores it in another order."""
 
 
 def train(folder: Path, name: str, family: str, parallel: dict[str, Any]) -> tuple[list[float], bool]:
     """Four steps; then the last two again, from the state in the middle, which is left in the folder."""
+    dtype: Any = "int8" if family == "int8" else "bf16"
     config = tiny_config(
-        family,
+        "llama" if family == "int8" else family,
         {"tie_word_embeddings": True},
-        optim=OptimSection(lr=0.01, schedule="constant", state_dtype="bf16", ema=0.5),
+        optim=OptimSection(lr=0.01, schedule="constant", state_dtype=dtype, ema=0.5),
         train=TrainSection(steps=4, gradient_clip=0.5),
         parallel=ParallelSection(**parallel),
     )
@@ -76,7 +81,7 @@ def local(engine: Engine) -> torch.Tensor:
 
 def train_all(folder: str, cases: dict[str, tuple[str, dict[str, Any]]]) -> Found:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizers, "MIN_BF16_ELEMENTS", 256)  # the matrices of a tiny model, but no norm
+        patch.setattr(optimizers, "MIN_LOW_ELEMENTS", 256)  # the matrices of a tiny model, but no norm
         return {name: train(Path(folder), name, *case) for name, case in cases.items()}
 
 
@@ -86,7 +91,7 @@ def project(
 ) -> tuple[Path, Found, list[Found]]:
     """Where the states are; what one process found, and each of two ranks."""
     folder = tmp_path_factory.mktemp("bf16")
-    one = train_all(str(folder), {family: (family, {"strategy": "single"}) for family in ("llama", "gpt2")})
+    one = train_all(str(folder), {family: (family, {"strategy": "single"}) for family in ("llama", "gpt2", "int8")})
     cases = {name: CASES[name] for name in asked(request, "name")}
     return folder, one, run_ranks(train_all, 2, str(folder), cases)
 
@@ -98,8 +103,9 @@ def test_losses_and_moments_are_those_of_one_process(project: tuple[Path, Found,
     assert ranks[-1][name][0] == pytest.approx(one[family][0], rel=1e-5)  # the last rank has a pipeline's loss
     wanted, found = (open_snapshot(folder / stem / step_name(2)).optimizer for stem in (family, name))
     assert found.keys() == wanted.keys()
-    moments = {key: tensor for key, tensor in wanted.items() if tensor.dtype == torch.bfloat16}
-    assert len(moments) >= 20
+    low = torch.uint8 if family == "int8" else torch.bfloat16
+    moments = {key: tensor for key, tensor in wanted.items() if tensor.dtype == low}
+    assert len(moments) >= (8 if family == "int8" else 20)
     averages = {key: tensor for key, tensor in wanted.items() if key.endswith("/ema")}
     assert len(averages) >= 20
     for key, expected in averages.items():
@@ -107,7 +113,7 @@ def test_losses_and_moments_are_those_of_one_process(project: tuple[Path, Found,
             continue
         assert torch.linalg.norm(found[key] - expected) <= 1e-5 * torch.linalg.norm(expected), key
     for key, expected in moments.items():
-        assert found[key].dtype == torch.bfloat16
+        assert found[key].dtype == low
         if FUSED not in key:  # where fp32 differs in its last digit, another neighbor may be the one to round to
             assert (found[key] == expected).float().mean() > 0.98, key
 

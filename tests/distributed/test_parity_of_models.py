@@ -70,6 +70,7 @@ STAGES = [f"deepspeed zero_stage={stage}" for stage in range(4)]
 OFFLOADED = [f"deepspeed zero_stage={stage} offload=true" for stage in (1, 2, 3)]
 PIPELINED = ["gpt2", "glm", "mistral", "qwen3", "phi", "gpt_neox"]
 LLAMA = ["config.yaml"]
+WIDTHS = ("hidden", "intermediate")
 ACCUMULATED = [*LLAMA, "train.micro_batch=1"]
 PACKED = [*LLAMA, "data.batching=packed"]
 ADAPTED = [*LLAMA, "task.model=folder", "task.from_scratch=null", "task.tokenizer=folder", "lora.rank=4"]
@@ -111,6 +112,12 @@ JOBS: dict[str, tuple[list[str], list[str], str]] = {
     "packed": (PACKED, ["ddp", "fsdp", "tensor=2", "pipeline=2"], "fp32"),
     "bf16": (LLAMA, ["ddp", "zero1", "fsdp", "tensor=2", "pipeline=2"], "bf16"),
     "adapters": (ADAPTED, ["ddp", "zero1", "fsdp", "tensor=2", "pipeline=2"], "fp32"),
+    # a rounding in fp32 may choose another code, of which larger steps make a larger difference
+    "moments in 8 bits": (
+        [*LLAMA, "optim.state_dtype=int8", "optim.lr=1.0e-3", *(f"task.from_scratch.{n}_size=64" for n in WIDTHS)],
+        ["ddp", "zero1", "pipeline=2"],
+        "fp32",
+    ),
     "adapters with lengths": (
         [*ADAPTED, "lora.dora=true"],
         ["ddp", "zero1", "fsdp", "pipeline=2"],

@@ -24,7 +24,7 @@ from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 from drawbar.util.memory import usable_memory
 
-BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 12}
+BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 12, "int8": 10}
 """Bytes per trained parameter, by ``optim.state_dtype``: weight and gradient in fp32, and AdamW's two moments."""
 SHARE_FOR_STATE = 0.6
 """Fraction of a rank's memory for the model's state; the rest is for activations."""

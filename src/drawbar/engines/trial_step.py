@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.engine import Engine
 from drawbar.engines.updaters import TorchUpdater
-from drawbar.optim.bf16_moments import AdamWBf16Moments
+from drawbar.optim.bf16_moments import AdamWOwnMoments
 from drawbar.parallel.buffers import kept_buffers
 from drawbar.parallel.zero1 import local_optimizer
 from drawbar.runtime.seed import rng_state, set_rng_state
@@ -41,7 +41,7 @@ def future_optimizer_bytes(updater: TorchUpdater) -> int:
     total = 0
     for optimizer in map(local_optimizer, updater.optimizers):
         if not optimizer.state:
-            size = 2 if isinstance(optimizer, AdamWBf16Moments) else 4
+            size = 2 if isinstance(optimizer, AdamWOwnMoments) else 4
             parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
             locals_ = [one.to_local() if isinstance(one, DTensor) else one for one in parameters]
             total += sum(2 * size * local.numel() for local in locals_ if local.device.type == updater.device.type)

@@ -28,7 +28,8 @@ def pack_nf4(weight: Tensor) -> tuple[Tensor, ...]:
         weight: fp32; its number of elements is a multiple of ``BLOCK``.
 
     Returns:
-        Codes (uint8), scales of blocks less their mean (int8), what these are divided by in each group, and the mean.
+        Codes (uint8), scales of blocks less their mean (int8), what these are divided by in each group, the mean; and
+        the values of the codes, as a GPU would wait for a copy from the host.
     """
     blocks = weight.reshape(-1, BLOCK)
     scales = blocks.abs().amax(1)
@@ -40,11 +41,10 @@ def pack_nf4(weight: Tensor) -> tuple[Tensor, ...]:
     groups = (scales - mean).view(-1, gcd(len(scales), GROUP))
     factors = (128 / groups.abs().amax(1)).clamp(max=torch.finfo(scales.dtype).max)
     rounded = (groups * factors.unsqueeze(1)).round().clamp(-128, 127).to(torch.int8)
-    return codes[::2] << 4 | codes[1::2], rounded.view(-1), factors, mean
+    return codes[::2] << 4 | codes[1::2], rounded.view(-1), factors, mean, table
 
 
-def unpack_nf4(codes: Tensor, scales: Tensor, factors: Tensor, mean: Tensor) -> Tensor:
-    table = torch.tensor(NF4, device=codes.device)
+def unpack_nf4(codes: Tensor, scales: Tensor, factors: Tensor, mean: Tensor, table: Tensor) -> Tensor:
     pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], 1)  # of the two codes of each byte
     exact = (scales.view(len(factors), -1) / factors.unsqueeze(1)).view(-1, 1) + mean
     return pairs[codes.int()].view(-1, BLOCK) * exact
@@ -72,7 +72,7 @@ FORMS = {
     "nf4": Form(pack_nf4, unpack_nf4, BLOCK),
 }
 """By the value of ``lora.base``."""
-_PARTS = ("codes", "scales", "factors", "mean")
+_PARTS = ("codes", "scales", "factors", "mean", "values")
 
 
 class _Product(torch.autograd.Function):

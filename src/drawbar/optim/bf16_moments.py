@@ -9,7 +9,7 @@ them, and they are the same on every rank and under every strategy: replicas sta
 of a tied weight. (Under tensor parallelism, fused projections are stored in another order, and get other bits.)
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -48,8 +48,24 @@ class _Part:
     """Offset of the rows in the full tensor."""
 
 
-class AdamWBf16Moments(AdamW):
-    """torch's AdamW, computed in fp32, with moments stored in bf16 between steps. For parameters in fp32."""
+class AdamWOwnMoments(AdamW):
+    """torch's AdamW, computed in fp32, with moments stored in another form between steps. For parameters in fp32."""
+
+    def stored(self, parameter: nn.Parameter, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The moments of a parameter in this form, from a saved state in this or any other floating-point form."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but the moments keep their form: torch would give them the parameters' dtype, fp32."""
+        saved = state_dict["state"]
+        super().load_state_dict({**state_dict, "state": {index: {"step": saved[index]["step"]} for index in saved}})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, values in saved.items():
+            self.state[parameters[index]] |= self.stored(parameters[index], values)
+
+
+class AdamWBf16Moments(AdamWOwnMoments):
+    """With moments in bf16."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -60,15 +76,8 @@ class AdamWBf16Moments(AdamW):
             if parameters:
                 _foreach_add_([self.state[parameter]["step"] for parameter in parameters], 1)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but the moments stay bf16: torch would give them the parameters' dtype, fp32."""
-        saved = state_dict["state"]
-        super().load_state_dict({**state_dict, "state": {index: {"step": saved[index]["step"]} for index in saved}})
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, values in saved.items():
-            parameter = parameters[index]
-            for name in MOMENTS:
-                self.state[parameter][name] = values[name].to(device=parameter.device, dtype=torch.bfloat16)
+    def stored(self, parameter: nn.Parameter, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: values[name].to(device=parameter.device, dtype=torch.bfloat16) for name in MOMENTS}
 
     def _parts(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[_Part]:
         """The rank's shard, in parts of about as many elements as are updated at a time. Its state is there then."""
@@ -92,25 +101,25 @@ def _local(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
     return tensor.detach()
 
 
-def _elements_at_a_time(device: torch.device) -> int:
+def elements_at_a_time(device: torch.device) -> int:
     return CUDA_CHUNK if device.type == "cuda" else CHUNK
 
 
 def _chunks(weight: Tensor) -> Iterator[slice]:
-    """Slices of rows with at most ``_elements_at_a_time``, at least one row; one slice of all rows if the weight is not
+    """Slices of rows with at most ``elements_at_a_time``, at least one row; one slice of all rows if the weight is not
     contiguous."""
-    count, most = len(weight), _elements_at_a_time(weight.device)
+    count, most = len(weight), elements_at_a_time(weight.device)
     size = max(1, most * count // max(1, weight.numel())) if weight.is_contiguous() else max(1, count)
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def _together(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """Lists of parts with at most ``_elements_at_a_time``, or of one part; no two of them of one parameter."""
+    """Lists of parts with at most ``elements_at_a_time``, or of one part; no two of them of one parameter."""
     batch: list[_Part] = []
     elements = 0
     for part in parts:
         elements += part.weight.numel()
-        if batch and (elements > _elements_at_a_time(part.weight.device) or part.step is batch[-1].step):
+        if batch and (elements > elements_at_a_time(part.weight.device) or part.step is batch[-1].step):
             yield batch
             batch, elements = [], part.weight.numel()
         batch.append(part)

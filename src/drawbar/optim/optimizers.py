@@ -1,6 +1,6 @@
 """Optimizers from the configuration: torch's own, AdamW with moments in bf16, and Muon in a chosen dtype."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,9 @@ from drawbar.config.io.user_modules import import_user_object, make_with_options
 from drawbar.config.schema.run_config import OptimSection
 from drawbar.errors import UserError
 from drawbar.optim.average import WeightAverage
-from drawbar.optim.bf16_moments import AdamWBf16Moments
+from drawbar.optim.bf16_moments import AdamWBf16Moments, AdamWOwnMoments
 from drawbar.optim.groups import ParameterSettings, grouped, parameter_settings, undecayed_names
+from drawbar.optim.int8_moments import AdamWInt8Moments, fits
 from drawbar.optim.muon import Muon
 from drawbar.runtime.safetensors_reader import DTYPES
 
@@ -22,7 +23,7 @@ Settings = Mapping[str, ParameterSettings]
 FUSED_DEVICES = {"cpu", "cuda", "mps"}
 """Devices on which torch updates all parameters in one kernel."""
 
-MIN_BF16_ELEMENTS = 4096
+MIN_LOW_ELEMENTS = 4096
 """Smaller parameters keep fp32 moments, which take next to no memory: as in bitsandbytes (``min_8bit_size``)."""
 
 MUON_MOMENTUM = 0.95
@@ -32,12 +33,13 @@ MUON_MOMENTUM = 0.95
 def build_optimizers(model: nn.Module, config: OptimSection, full_model: nn.Module | None = None) -> list[Optimizer]:
     """The optimizers that together update every trained parameter of ``model`` exactly once.
 
-    One optimizer, or two: for ``muon`` (Muon, then AdamW), and for moments in bf16 (``AdamWBf16Moments``, then AdamW).
+    One optimizer, or two: for ``muon`` (Muon, then AdamW), and for moments in bf16 or int8 (one for large parameters,
+    then AdamW).
     Each learning rate is ``config.lr``, the peak; ``set_learning_rate`` changes it before each step. The parameter
     groups are those of ``grouped``. With ``config.ema``, the last one is a ``WeightAverage``.
 
     - ``adamw``: decoupled weight decay (https://arxiv.org/abs/1711.05101), fused where the device can; with
-      ``state_dtype=bf16`` its moments are kept in bf16 (``AdamWBf16Moments``).
+      ``state_dtype`` its moments are kept in bf16 (``AdamWBf16Moments``) or in 8 bits (``AdamWInt8Moments``).
     - ``sgd``: torch adds the decay to the gradient; that is decoupled decay only while momentum is 0.
     - ``adafactor``: ``lr`` is relative to the size of each parameter, at most ``1/sqrt(step)``
       (https://arxiv.org/abs/1804.04235).
@@ -60,7 +62,9 @@ def build_optimizers(model: nn.Module, config: OptimSection, full_model: nn.Modu
 def _optimizers(model: nn.Module, config: OptimSection, settings: Settings) -> list[Optimizer]:
     match config.name:
         case "adamw" if config.state_dtype == "bf16":
-            return _adamw_with_bf16_moments(model, config, settings)
+            return _adamw_with_moments(AdamWBf16Moments, lambda parameter: True, model, config, settings)
+        case "adamw" if config.state_dtype == "int8":
+            return _adamw_with_moments(AdamWInt8Moments, fits, model, config, settings)
         case "adamw":
             return [_adamw(grouped(model, settings), config)]
         case "sgd":
@@ -95,14 +99,20 @@ def _adamw(groups: list[dict[str, Any]], config: OptimSection, optimizer_class: 
     return optimizer_class(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
-def _adamw_with_bf16_moments(model: nn.Module, config: OptimSection, settings: Settings) -> list[Optimizer]:
-    in_bf16 = {
+def _adamw_with_moments(
+    optimizer_class: type[AdamWOwnMoments],
+    suits: Callable[[nn.Parameter], bool],
+    model: nn.Module,
+    config: OptimSection,
+    settings: Settings,
+) -> list[Optimizer]:
+    low = {
         name
         for name, parameter in model.named_parameters()
-        if parameter.numel() >= MIN_BF16_ELEMENTS and parameter.dtype == torch.float32
+        if parameter.numel() >= MIN_LOW_ELEMENTS and parameter.dtype == torch.float32 and suits(parameter)
     }
-    large, small = _split(model, settings, in_bf16)
-    optimizers = [_adamw(large, config, AdamWBf16Moments)] if large else []
+    large, small = _split(model, settings, low)
+    optimizers = [_adamw(large, config, optimizer_class)] if large else []
     return [*optimizers, _adamw(small, config)] if small else optimizers
 
 

@@ -10,11 +10,16 @@ from torch.optim import Optimizer
 from drawbar.checkpoint.format import EMA
 from drawbar.errors import UserError
 from drawbar.optim.average import WeightAverage
+from drawbar.optim.bf16_moments import MOMENTS
+from drawbar.optim.int8_moments import SCALE, AdamWInt8Moments, in_fp32
+from drawbar.parallel.zero1 import local_optimizer
 
 Names = Mapping[nn.Parameter, str]
 """The name of each parameter in the whole model."""
 ADAM_KEYS = ("exp_avg", "exp_avg_sq", "step")
 """What AdamW keeps of a parameter: torch, transformers and DeepSpeed call it the same."""
+SCALED_KEYS = {*ADAM_KEYS, *(f"{name}{SCALE}" for name in MOMENTS)}
+"""As it keeps them with moments in 8 bits."""
 ShardTensor = Callable[[nn.Parameter, Mapping[str, torch.Tensor], str], torch.Tensor]
 """(parameter, tensors, name) → the tensor of that name, as the optimizer of this rank holds it."""
 
@@ -62,13 +67,16 @@ def load_optimizer_state(
         keys.setdefault(parameter_name, []).append(key)
     for optimizer in optimizers:
         current = optimizer.state_dict()
+        take = dict if isinstance(local_optimizer(optimizer), AdamWInt8Moments) else in_fp32
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state: dict[int, Any] = {
-            index: {
-                key: _beside(parameter, shard(parameter, tensors, f"{names[parameter]}/{key}"))
-                for key in sorted(keys[names[parameter]])
-                if (key == EMA) == isinstance(optimizer, WeightAverage)
-            }
+            index: take(
+                {
+                    key: _beside(parameter, shard(parameter, tensors, f"{names[parameter]}/{key}"))
+                    for key in sorted(keys[names[parameter]])
+                    if (key == EMA) == isinstance(optimizer, WeightAverage)
+                }
+            )
             for index, parameter in sorted(enumerate(parameters), key=lambda numbered: names[numbered[1]])
             if names[parameter] in keys
         }
@@ -114,5 +122,10 @@ def missing_adam_key(names: Iterable[str]) -> str | None:
         parameter, _, key = name.rpartition("/")
         found.setdefault(parameter, set()).add(key)
         found[parameter].discard(EMA)
-    incomplete = min((parameter for parameter, keys in found.items() if keys and keys < set(ADAM_KEYS)), default=None)
-    return None if incomplete is None else f"{incomplete}/{min(set(ADAM_KEYS) - found[incomplete])}"
+    missing = {
+        parameter: (SCALED_KEYS if any(key.endswith(SCALE) for key in keys) else set(ADAM_KEYS)) - keys
+        for parameter, keys in found.items()
+        if keys and keys < SCALED_KEYS
+    }
+    incomplete = min((parameter for parameter, keys in missing.items() if keys), default=None)
+    return None if incomplete is None else f"{incomplete}/{min(missing[incomplete])}"

@@ -163,8 +163,8 @@ def checkpoint_bytes(engine: Engine, optimizer_share: float | None = None) -> in
     sizes = {True: 0, False: 0}
     for parameter in engine.meta_model.parameters():
         sizes[parameter.requires_grad] += parameter.numel() * parameter.element_size()
-    if optimizer_share is None:  # up to two more numbers for each trained weight, or two of half the size
-        optimizer_share = 2 if engine.config.optim.state_dtype == "fp32" else 1
+    if optimizer_share is None:  # up to two more numbers for each trained weight, or two of a part of the size
+        optimizer_share = {"fp32": 2.0, "bf16": 1.0, "int8": 0.51}[engine.config.optim.state_dtype]
     optimizer = round(optimizer_share * sizes[True])
     # with LoRA, frozen weights are not saved
     return optimizer + sizes[True] + (sizes[False] if engine.config.lora is None else 0)

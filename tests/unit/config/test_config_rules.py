@@ -133,6 +133,9 @@ BREAKING = {
     "options of optimizers": [["optim.options={betas: [0.8, 0.9]}"]],
     "other optimizers with deepspeed": [["deepspeed={}", "optim.name=torch.optim:RAdam"]],
     "ema with deepspeed": [["deepspeed={}", "optim.ema=0.99"]],
+    "moments in 8 bits in shards": [
+        ["optim.state_dtype=int8", setting] for setting in ("parallel.strategy=fsdp", "parallel.tensor=2")
+    ],
     "state_dtype with deepspeed": [["deepspeed={}", "optim.state_dtype=bf16"]],
     "adafactor with deepspeed": [["deepspeed={}", "optim.name=adafactor", "parallel.zero_stage=0"]],
     "deepspeed on mps": [["deepspeed={}", "device=mps"]],
@@ -193,6 +196,8 @@ WORKING = [
     ["optim.schedule=polynomial", "optim.power=2.0"],
     ["parallel.strategy=fsdp", "parallel.tensor=2", "parallel.pipeline=2", "optim.name=muon", "lora={rank: 2}"],
     ["parallel.strategy=fsdp", "parallel.tensor=2", "parallel.pipeline=2", "optim.state_dtype=bf16"],
+    ["parallel.strategy=ddp", "parallel.pipeline=2", "optim.state_dtype=int8", "optim.ema=0.9"],
+    ["parallel.strategy=zero1", "optim.state_dtype=int8", "optim.layer_lr_decay=0.9"],
     ["parallel.strategy=zero1", "optim.name=adafactor", "data.batching=packed"],
     ["parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.cuts=[1, 1, 1, 1]", "optim.name=adafactor"],
     ["parallel.context=2", "parallel.strategy=fsdp", "parallel.tensor=2", "device=cuda", "task.attention=sdpa"],

@@ -169,7 +169,7 @@ def test_greedy_generation_is_the_most_likely_token_each_time() -> None:
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
 def test_the_size_of_a_checkpoint_is_about_right(state_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizers, "MIN_BF16_ELEMENTS", 1)
+    monkeypatch.setattr(optimizers, "MIN_LOW_ELEMENTS", 1)
     engine = tiny_engine(tiny_config(optim=OptimSection(state_dtype=state_dtype)))
     engine.train_step(random_step(engine, seed=1))
     state = engine.state()

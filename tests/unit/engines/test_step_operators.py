@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "clipped": ("llama", {"train": TrainSection(steps=10, gradient_clip=1.0)}),
     "muon": ("llama", {"optim": OptimSection(name="muon", lr=1e-2)}),
     "bf16 moments": ("llama", {"optim": OptimSection(state_dtype="bf16")}),
+    "int8 moments": ("llama", {"optim": OptimSection(state_dtype="int8")}),
     "computed again": ("llama", {**BF16, "parallel": ParallelSection(activation_checkpointing="full")}),
 }
 

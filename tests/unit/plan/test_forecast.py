@@ -436,8 +436,8 @@ def test_a_packed_base_is_counted_in_its_own_bytes() -> None:
     outputs, blocks = 2 * (5 * 64 + 2 * 128), weights // 64
     assert found["fp32"] - found["bf16"] == 2 * weights
     assert found["fp32"] - found["int8"] == 3 * weights - 4 * outputs
-    # 64 or 128 blocks of a matrix share one factor; each has a mean
-    assert found["fp32"] - found["nf4"] == 3.5 * weights - blocks - 2 * 7 * (4 + 4)
+    # 64 or 128 blocks of a matrix share one factor; each has a mean, and 16 values
+    assert found["fp32"] - found["nf4"] == 3.5 * weights - blocks - 2 * 7 * (4 + 4 + 64)
 
 
 @pytest.mark.exhaustive
@@ -446,3 +446,13 @@ def test_the_peak_of_adapters_on_nf4_is_that_of_the_cpus_allocator() -> None:
     LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained("llama")
     [(planned, measured)] = run_ranks(peaks, 1, os.getcwd(), [*ADAPTED, "lora.base=nf4"])
     assert planned == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("project")
+def test_moments_in_8_bits_are_counted() -> None:
+    settings = ("parallel.strategy=single", "task.from_scratch.vocab_size=512")
+    exact, low = (largest(1, *settings, f"optim.state_dtype={dtype}") for dtype in ("fp32", "int8"))
+    large = 2 * 512 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128)  # all but norms consist of whole blocks
+    assert exact.optimizer - low.optimizer == 2 * (3 * large - 4 * large // 256)
+    assert exact.peak.bytes > low.peak.bytes

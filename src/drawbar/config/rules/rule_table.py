@@ -264,8 +264,15 @@ OPTIMIZATION = (
         "state_dtype",
         ("optim.name", "optim.state_dtype"),
         lambda c: c.optim.state_dtype != "fp32" and c.optim.name != "adamw",
-        "only adamw can keep its state in bf16",
+        "only adamw can keep its state in bf16 or int8",
         "remove optim.state_dtype, or set optim.name=adamw",
+    ),
+    Rule(
+        "moments in 8 bits in shards",
+        ("optim.state_dtype", "parallel"),
+        lambda c: c.optim.state_dtype == "int8" and (c.strategy.shards_parameters or c.parallel.tensor > 1),
+        "their blocks do not end where shards do, and a run must be able to go on with other shards",
+        "set optim.state_dtype=bf16; or parallel.strategy=zero1 or ddp, and parallel.tensor=1",
     ),
     Rule(
         "betas and eps",

@@ -165,9 +165,9 @@ class OptimSection(Section):
     """Momentum of `sgd` (default 0) and `muon` (default 0.95)."""
     muon_precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of `muon`'s Newton-Schulz iteration. `auto`: bf16 on a GPU that supports it, else fp32."""
-    state_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which `adamw` stores its two moments. `bf16` halves their memory and rounds them stochastically;
-    parameters with fewer than 4,096 elements keep fp32."""
+    state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Dtype in which `adamw` stores its two moments. `bf16` halves their memory and rounds them stochastically; `int8`
+    quarters it, with a scale for each block of 256. Parameters with fewer than 4,096 elements keep fp32."""
     schedule: Literal["linear", "cosine", "constant", "polynomial", "inverse_sqrt", "wsd"] | OwnName = "linear"
     """Learning rate schedule after the warm-up; `wsd` is warm-up, stable, decay. Your own, as
     `package.module:function`, gives the share of the peak for `(step, total_steps, optim)`, warm-up included."""
