@@ -535,7 +535,7 @@ def describe_adapters(model: nn.Module) -> str:
         own = without_adapters(name)
         if len(shape) > 1 and name not in trained and own not in adapted:
             sizes[own.removesuffix(".weight").rpartition(".")[2]] += shape.numel()
-    learnt, total = sum(every[name].numel() for name in trained), sum(shape.numel() for shape in every.values())
+    learned, total = sum(every[name].numel() for name in trained), sum(shape.numel() for shape in every.values())
     rest = ", ".join(f"{name} ({size:,})" for name, size in sizes.most_common(6))
     more = ", …" if len(sizes) > 6 else ""
-    return f"lora: {learnt:,} of {total:,} parameters are trained; without adapters: {rest or 'none'}{more}"
+    return f"lora: {learned:,} of {total:,} parameters are trained; without adapters: {rest or 'none'}{more}"
