@@ -214,6 +214,7 @@ RULES: dict[str, Rule] = {
         c, values[2] or values[0], values[1] or values[3]
     ),
     "chat_template chat_template_jinja": lambda c, *values: c.no_effect("the datasets of chats say it"),
+    "peft_use_dora": shared.dora,
     "plugins": plugins,
     "special_tokens": special_tokens,
     "model_type": model_class,

@@ -180,5 +180,6 @@ RULES: dict[str, Rule] = {
     "chat_template": template,
     "block_size": blocks,
     "use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_modules_to_save use_rslora": lora,
+    "use_dora": shared.dora,
     "model_revision": revision,
 }

@@ -104,12 +104,28 @@ def weights(c: Conversion, pure: Any) -> None:
         c.note("weights and optimizer are bf16 there; here they are fp32, and matrix products bf16")
 
 
+def quantized(c: Conversion, bits: Any, method: Any, kind: Any, double: Any) -> None:
+    if is_off(bits):
+        c.no_effect("quantization is off")
+    elif method not in (None, "bnb", "bitsandbytes") or bits not in (4, 8):
+        c.refuse(f"{bits} bits of {method or 'bnb'} have no counterpart; 4 and 8 bits of bnb have", *c.names[:2])
+    elif not shared.has_adapters(c):
+        c.refuse("quantized weights learn only through adapters (lora.base)", c.names[0])
+    elif bits == 4 and kind not in (None, "nf4"):
+        c.refuse(f"4 bits are nf4 here, and not {kind}", c.names[2])
+    else:
+        c.set("lora.base", "nf4" if bits == 4 else "int8", *c.names[:1])
+        c.no_effect("nf4 here has double quantization; int8 has a scale for each row", *c.names[1:])
+
+
 RULES: dict[str, Rule] = {
     "pure_bf16": weights,
     "bf16 fp16": lambda c, *values: shared.precision(c, values[0] or c.value("pure_bf16"), values[1]),
     "dataset eval_dataset dataset_dir val_size max_samples": datasets,
     "packing neat_packing stage": packing,
     "finetuning_type lora_rank lora_alpha lora_dropout lora_target additional_target use_rslora": lora,
+    "use_dora": shared.dora,
+    "quantization_bit quantization_method quantization_type double_quantization": quantized,
     "template": template,
     "flash_attn": shared.attention,
 }

@@ -117,7 +117,7 @@ def optimizer(c: Conversion, name: Any, decay: Any, beta1: Any, beta2: Any, eps:
             f"{name} has no counterpart that makes the same updates; optim.name has adamw, or any class", c.names[0]
         )
     if name in ROUNDED_ADAMW:
-        c.note("its moments are rounded to few bits there; here AdamW keeps them in fp32: more memory", c.names[0])
+        c.note("its moments have few bits there, and 32 here; optim.state_dtype=int8 gives them 8", c.names[0])
     c.set("optim.weight_decay", float(decay or 0), c.names[1])
 
 
@@ -251,6 +251,33 @@ def set_lora(c: Conversion, rank: Any, alpha: Any, dropout: Any, modules: Any, t
     c.set("lora.modules", "linear" if found == ["linear"] else found or "attention", names[3], *c.names[1:-6])
 
 
+def has_adapters(c: Conversion) -> bool:
+    """Whether the file trains LoRA, in the words of any of the trainers."""
+    adapter = c.value("adapter") in ("lora", "qlora") or c.value("finetuning_type") == "lora"
+    return adapter or not is_off(c.value("use_peft"))
+
+
+def dora(c: Conversion, on: Any) -> None:
+    if is_off(on) or not has_adapters(c):
+        c.no_effect("it is off, or there are no adapters")
+    else:
+        c.set("lora.dora", True)
+
+
+def quantized(c: Conversion, four_bits: Any, eight_bits: Any, kind: Any, double: Any) -> None:
+    """Names: of the two switches, of the kind of 4 bits, and of double quantization."""
+    if is_off(four_bits) and is_off(eight_bits):
+        c.no_effect("quantization is off")
+    elif not has_adapters(c):
+        c.refuse("quantized weights learn only through adapters (lora.base)", *c.names[:2])
+    elif not is_off(four_bits) and kind not in (None, "nf4"):
+        c.refuse(f"4 bits are nf4 here, and not {kind}", c.names[2])
+    else:
+        c.set("lora.base", "int8" if is_off(four_bits) else "nf4", *c.names[:2])
+        c.no_effect("nf4 here has double quantization; int8 has a scale for each row", *c.names[2:])
+        c.note("the frozen weights are packed by drawbar's own code: rounded as in QLoRA, not bit by bit as there")
+
+
 def listed(value: Any) -> list[str]:
     return list(map(str, value)) if isinstance(value, list) else str(value or "").replace(",", " ").split()
 
@@ -286,5 +313,6 @@ RULES: dict[str, Rule] = {
     "save_strategy save_steps": saving,
     "logging_steps": logging,
     "report_to": trackers,
+    "load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant": quantized,
     "metric_for_best_model": lambda c, value: c.set("eval.metric", str(value).removeprefix("eval_")),
 }

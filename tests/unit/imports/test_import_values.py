@@ -10,6 +10,7 @@ from drawbar.imports.reading import read_keys
 
 HF = "model_name_or_path: m\n"
 AXOLOTL = "base_model: m/llama\nlearning_rate: 1e-4\ndatasets: [{path: a/b, type: alpaca}]\n"
+QLORA = "adapter: qlora\nlora_r: 8\nlora_alpha: 16\nlora_target_linear: true\n"
 LF = "model_name_or_path: m/llama3\ntemplate: llama3\nfinetuning_type: full\n"
 
 
@@ -54,6 +55,11 @@ def converted(source: str, text: str, folder: Path, suffix: str = ".yaml") -> Co
         ("huggingface", HF + "fsdp: shard_grad_op auto_wrap", "parallel.reshard", False),
         ("huggingface", HF + "fsdp: full_shard offload", "parallel.offload", True),
         ("axolotl", AXOLOTL + "fp16: true", "precision", "fp16"),
+        ("axolotl", AXOLOTL + QLORA + "load_in_4bit: true", "lora.base", "nf4"),
+        ("axolotl", AXOLOTL + QLORA + "load_in_8bit: true\nload_in_4bit: false", "lora.base", "int8"),
+        ("axolotl", AXOLOTL + QLORA + "peft_use_dora: true", "lora.dora", True),
+        ("huggingface", HF + "use_peft: true\nload_in_4bit: true\nbnb_4bit_quant_type: nf4", "lora.base", "nf4"),
+        ("llama_factory", LF.replace("full", "lora") + "quantization_bit: 4", "lora.base", "nf4"),
         ("axolotl", AXOLOTL + "warmup_steps: 1", "optim.warmup", 2),
         ("axolotl", AXOLOTL, "optim.warmup", 0.03),
         ("axolotl", AXOLOTL + "warmup_steps: 0", "optim.warmup", 0),
@@ -125,6 +131,11 @@ def test_a_value_that_says_that_it_is_off_is_not_refused(text: str, tmp_path: Pa
 def test_optimizers_that_round_their_state_are_named(tmp_path: Path) -> None:
     notes = converted("huggingface", HF + "optim: adamw_bnb_8bit", tmp_path).notes
     assert any("optim (line 2)" in note and "few bits" in note for note in notes)
+
+
+def test_other_quantization_is_refused(tmp_path: Path) -> None:
+    text = HF + "use_peft: true\nload_in_4bit: true\nbnb_4bit_quant_type: fp4"
+    assert [entry.key for entry in converted("huggingface", text, tmp_path).refusals] == ["bnb_4bit_quant_type"]
 
 
 def test_toml_lines(tmp_path: Path) -> None:

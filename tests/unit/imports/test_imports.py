@@ -386,7 +386,7 @@ def test_a_refusal_lists_every_reason_with_its_line(tmp_path: Path) -> None:
     assert done.exception.exit_code == 2
     for line in (
         "dpo.yaml:3: rl",
-        "dpo.yaml:5: load_in_4bit",
+        "dpo.yaml:5: load_in_4bit: quantized weights learn only through adapters (lora.base)",
         "dpo.yaml:6: lora_fancy",
         "dpo.yaml:9: datasets[0].type",
     ):
