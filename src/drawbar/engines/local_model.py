@@ -17,6 +17,7 @@ from drawbar.distributed.device_mesh import mesh_of, replica_groups
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.errors import UserError
+from drawbar.models.embedding_noise import add_noise_to_embeddings
 from drawbar.models.huggingface import weights_without_file
 from drawbar.models.lora import (
     FrozenBaseInfo,
@@ -260,6 +261,8 @@ def prepare_attention(model: nn.Module, task: Task, config: RunConfig) -> None:
     host whether there is any padding."""
     if not isinstance(model, PreTrainedModel):
         return
+    if getattr(task.config, "embedding_noise", 0):
+        add_noise_to_embeddings(model)
     if model.config.model_type in PACKED_FAMILIES:
         use_known_padding(model)
     padding_free = config.data.padding_free is True

@@ -16,6 +16,7 @@ from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL, LabelPlacement, split_tokens
 from drawbar.data.tokenizer import MODEL_INPUTS, begin_tokens
 from drawbar.errors import UserError
+from drawbar.models.embedding_noise import KEYS, SCALES
 from drawbar.models.heads import Head
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
@@ -166,7 +167,20 @@ class CausalLM(DecoderTask):
         if len(tokens) < 2:  # nothing to predict
             return None
         windows = split_tokens(np.asarray(tokens, dtype=np.int32), self.data.sequence_length)
-        return [{"input_ids": window, "labels": window} for window in windows]
+        return [{"input_ids": window, "labels": window, **self._noise_of(window)} for window in windows]
+
+    def _noise_of(self, tokens: Any) -> dict[str, Any]:
+        """Room for the keys of embedding noise, which each epoch draws anew."""
+        return {KEYS: np.zeros(len(tokens), np.int64)} if self.config.embedding_noise else {}
+
+    @property
+    def augments(self) -> bool:
+        return self.config.embedding_noise > 0 or type(self).augment is not CausalLM.augment
+
+    def augment(self, sample: Sample, train: bool, rng: np.random.Generator) -> Sample:
+        if train and KEYS in sample:
+            return {**sample, KEYS: rng.integers(0, 2**62, len(sample[KEYS]))}
+        return sample
 
     def parts_read(self, record: dict[str, Any]) -> dict[str, bool]:
         """Also of the messages, and of what else the chat template gets: whether it writes them."""
@@ -202,7 +216,8 @@ class CausalLM(DecoderTask):
             self.needed_length = min(needed or math.inf, self.needed_length)
             return None
         truncated = {"truncated": True} if len(tokens) > limit else {}
-        return [{"input_ids": tokens[:limit], "labels": labels[:limit], **truncated}]
+        kept = tokens[:limit]
+        return [{"input_ids": kept, "labels": labels[:limit], **self._noise_of(kept), **truncated}]
 
     def _chat(self, record: dict[str, Any]) -> tuple[list[int], list[int]]:
         chat = self._chat_of(record)
@@ -251,13 +266,18 @@ class CausalLM(DecoderTask):
         ]
 
     def collate(self, samples: list[Sample]) -> Batch:
-        if self.predicts:  # the attention mask gives each sample's length without padding
-            return super().collate(samples)
-        # otherwise there is none: padding is on the right, where a causal model never looks
-        return pad_and_stack(samples, {"input_ids": self.pad_token_id})
+        # predictions need each sample's length, from an attention mask; else there is none, as padding is on the right,
+        # where a causal model never looks
+        batch = super().collate(samples) if self.predicts else pad_and_stack(samples, {"input_ids": self.pad_token_id})
+        if KEYS in batch:
+            rows = [row.get("segment_ids", np.zeros(len(row[KEYS]), np.int64)) for row in samples]
+            lengths = [torch.from_numpy(np.bincount(row)[row]).float() for row in rows]
+            lengths_BL = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True, padding_value=1.0)
+            batch[SCALES] = self.config.embedding_noise / lengths_BL.sqrt()
+        return batch
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        # A cache would hide from transformers that restarting position_ids mean several documents in a row.
+        # a cache would hide from transformers that restarting position_ids mean several documents in a row
         return model(**batch.inputs, use_cache=False)
 
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:

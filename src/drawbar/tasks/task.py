@@ -203,6 +203,11 @@ class Task:
         """
         return []
 
+    @property
+    def augments(self) -> bool:
+        """Whether ``augment`` changes samples."""
+        return type(self).augment is not Task.augment
+
     def augment(self, sample: Sample, train: bool, rng: np.random.Generator) -> Sample:
         """A sample as one epoch sees it: the place for randomness. ``rng`` is a pure function of run.seed, epoch and
         sample (in an evaluation always the same), so no world size, batch size or restart changes the draw."""

@@ -55,7 +55,7 @@ from drawbar.train.validation_share import warn_of_same_files, warn_of_share
 
 def make_augment(task: Task, config: RunConfig, train: bool) -> Augment:
     """``task.augment`` with a generator that is a pure function of seed, epoch and sample."""
-    return unchanged if type(task).augment is Task.augment else TaskAugment(task, config.run.seed, train)
+    return TaskAugment(task, config.run.seed, train) if task.augments else unchanged
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,9 @@ BREAKING = {
     "sequence": [["parallel.sequence=true"]],
     "schedule and cuts": [["parallel.schedule=gpipe"], ["parallel.cuts=[1, 1]"]],
     "pipeline of other tasks": [[f"task={{type: {task}, model: m}}", "parallel.pipeline=2"] for task in OTHER_TASKS],
+    "embedding noise in a split model": [
+        ["task.embedding_noise=5", f"parallel.{name}=2"] for name in ("tensor", "pipeline", "context")
+    ],
     "context on other devices": [["parallel.context=2", "device=cpu"]],
     "context of other tasks": [[f"task={{type: {task}, model: m}}", "parallel.context=2"] for task in OTHER_TASKS],
     "context with packed rows": [["parallel.context=2", "data.batching=packed"]],

@@ -24,6 +24,7 @@ def converted(source: str, text: str, folder: Path, suffix: str = ".yaml") -> Co
     ("source", "text", "setting", "value"),
     [
         ("huggingface", HF + "warmup_steps: 0.1", "optim.warmup", 0.1),
+        ("huggingface", HF + "neftune_noise_alpha: 5", "task.embedding_noise", 5),
         ("huggingface", HF + "warmup_steps: 1", "optim.warmup", 1),
         ("huggingface", HF + "warmup_ratio: 0.1", "optim.warmup", 0.1),
         ("huggingface", HF + "lr_scheduler_type: constant\nwarmup_steps: 9", "optim.warmup", 0),
@@ -103,7 +104,6 @@ def test_a_value_means_this(source: str, text: str, setting: str, value: Any, tm
         ("huggingface", HF + "train_file: a.txt", "train_file"),
         ("huggingface", HF + "deepspeed: absent.json", "deepspeed"),
         ("huggingface", HF + "beta: 0.1", "beta"),
-        ("huggingface", HF + "neftune_noise_alpha: 5", "neftune_noise_alpha"),
         ("axolotl", AXOLOTL + "train_on_inputs: true", "train_on_inputs"),
         ("axolotl", AXOLOTL + "val_set_size: 100", "val_set_size"),
         ("axolotl", AXOLOTL + "optimizer: lion_8bit", "optimizer"),

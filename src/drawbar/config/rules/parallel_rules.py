@@ -228,6 +228,16 @@ MODEL_PARALLEL = (
         "set parallel.pipeline=1; parallel.tensor and fsdp also make a model fit",
     ),
     Rule(
+        "embedding noise in a split model",
+        ("task.embedding_noise", "parallel.tensor", "parallel.pipeline", "parallel.context"),
+        lambda c: (
+            bool(getattr(c.task, "embedding_noise", 0))
+            and max(c.parallel.tensor, c.parallel.pipeline, c.parallel.context) > 1
+        ),
+        "noise is added where the embeddings of whole samples are whole",
+        "set parallel.strategy=fsdp without these, or remove task.embedding_noise",
+    ),
+    Rule(
         "context on other devices",
         ("parallel.context", "device"),
         lambda c: c.parallel.context > 1 and c.device in ("cpu", "mps"),

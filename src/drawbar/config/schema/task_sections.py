@@ -106,6 +106,9 @@ class CausalLMConfig(LanguageModelConfig):
     """Chats: a Jinja file, or a template as text, that replaces the tokenizer's own and is saved with the tokenizer."""
     generation: GenerationSection | None = None
     """Instruction tuning: generate completions during evaluation, and score them (default: only the loss)."""
+    embedding_noise: Annotated[float, Field(ge=0)] = 0.0
+    """Uniform noise on the embeddings in training, α in NEFTune: of at most α/√(tokens of the sample × hidden size).
+    5 to 15 are usual for instruction tuning."""
 
 
 def names_no_column(options: TaskConfig) -> bool:
