@@ -266,8 +266,15 @@ def prepare_attention(model: nn.Module, task: Task, config: RunConfig) -> None:
     if model.config.model_type in PACKED_FAMILIES:
         use_known_padding(model)
     padding_free = config.data.padding_free is True
-    if padding_free or config.data.batching == "packed" or task.has_segments:
+    if not (padding_free or config.data.batching == "packed" or task.has_segments):
+        return
+    try:
         allow_packing(model, per_sample=task.label_placement == "sample", with_row_mask=not padding_free)
+    except UserError as error:
+        if not task.has_segments:
+            raise
+        remedy = "name a model of another family: each sample of this task is a row of several sequences"
+        raise UserError(error.what, where="task.model", remedy=remedy) from error
 
 
 def apply_dtypes(model: nn.Module, task: Task, config: RunConfig) -> None:

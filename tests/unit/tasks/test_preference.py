@@ -269,6 +269,14 @@ def test_a_long_answer_is_cut_and_a_long_prompt_is_dropped(folder: Path) -> None
         (("data.streaming=true",), "a stream has no end"),
         (("task.method=ipo", "task.label_smoothing=0.1"), "which ipo does not know"),
         (("task.metrics=[accuracy]",), "has scores of its own"),
+        (
+            (
+                "task.model=opt",
+                "task.tokenizer=model",
+                "task.from_scratch={hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1}",
+            ),
+            "name a model of another family",
+        ),
         (("task.chosen_column=better",), "the record has no 'better'; it has 'prompt', 'chosen', 'rejected'"),
         ((*KTO, "task.label_column=completion"), "is ' pulls the engine', neither true nor false"),
         (
