@@ -91,7 +91,7 @@ def _open_both(
     def encode(engine: Engine) -> None:
         with nullcontext() if task.has_labels else _hints(task, config):
             split = encode_split(task, opened, config, world, console)
-        splits.append(with_reference(task, split, config, world, console, engine))
+        splits.append(with_reference(task, split, config, world, console, engine, config.run_dir))
 
     engine, step = open_checkpoint(task, config, checkpoint, world, encode)
     return engine, step, splits[0]

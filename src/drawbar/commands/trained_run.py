@@ -159,7 +159,7 @@ class TrainedRun:
         ]
 
     def _with_reference(self, split: Split) -> Split:
-        return with_reference(self.task, split, self.config, self._world, Console(), engine=None)
+        return with_reference(self.task, split, self.config, self._world, Console(), None, self.config.run_dir)
 
     def _how(self, split: Split) -> tuple[MicroBatchSize, Augment]:
         """How a split is batched and augmented."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 
 from drawbar.errors import UserError
@@ -200,12 +201,22 @@ class _Packing:
 
 
 class _Decoder(_Packing):
+    handle: RemovableHandle | None = None
+    """Of the hook that chooses a sample's logits, during a forward."""
+
     def __init__(self, model: nn.Module, with_row_mask: bool, per_sample: bool) -> None:
         super().__init__(model, with_row_mask)
+        self.per_sample = per_sample
         self.tokens_RL: Tensor | None = None
         self.logits_NC: Tensor | None = None
-        if per_sample:
-            model.score.register_forward_hook(self.choose)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> tuple[tuple[Any, ...], Arguments]:
+        found = super().enter(module, args, kwargs)
+        if self.per_sample and self.segments_RL is not None:
+            # the last hook, behind DeepSpeed's: what goes by that does not get its weight back for backward
+            score: Any = without_adapter(module).score
+            self.handle = score.register_forward_hook(self.choose)
+        return found
 
     def arguments(self, segments_RL: Tensor, decoder_segments_RU: Tensor | None, kwargs: Arguments) -> Arguments:
         self.tokens_RL = kwargs["input_ids"]
@@ -235,9 +246,11 @@ class _Decoder(_Packing):
             self.logits_NC = logits_RLC.flatten(0, 1)[last_N]
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, outputs: Any) -> Any:
+        if self.handle is not None:
+            self.handle.remove()
         if self.logits_NC is not None and outputs is not None:
             outputs.logits = self.logits_NC
-        self.tokens_RL = self.logits_NC = None
+        self.tokens_RL = self.logits_NC = self.handle = None
         return super().leave(module, args, kwargs, outputs)
 
 

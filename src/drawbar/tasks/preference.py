@@ -6,8 +6,8 @@ never looks from one into the other, and a pair is never torn apart by batching,
 N: samples, S: sequences of a sample (2, or 1), B: rows, L: tokens in a row, T: predicted positions of a batch.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,14 @@ from drawbar.models.heads import predict_in_fp32
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.causal_lm import DecoderTask
 from drawbar.tasks.classification import as_number
-from drawbar.tasks.messages import as_chat, check_message, message_text
+from drawbar.tasks.messages import Chat, as_chat, check_message, message_text
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import records_of, require
 from drawbar.tasks.task_context import TaskContext
 
 SIDES = "side_ids"
 """The field of a sample that says of each token to which of the sample's sequences it belongs."""
+PROMPT = str(PairConfig.model_fields["prompt_column"].default)
 Sequences = list[tuple[list[int], list[int]]]
 """Tokens and labels of each sequence."""
 
@@ -126,31 +127,37 @@ class PairTask(DecoderTask):
         except KeyError:
             return {"chats": False}  # encode says what is missing
 
-    def _sequence(self, record: dict[str, Any], option: str) -> tuple[list[int], list[int]]:
-        """Tokens of a record's prompt with one of its answers, and labels of the answer."""
-        column, setting = getattr(self.config, option), f"task.{option}"
-        if not self.reads_chats:
-            answer = require(record, column, setting)
-            return self._completed(self._prompt(record, str), answer)
-        messages = require(record, column, setting, list)
-        return self.chat_format.encode(as_chat(record, [*self._messages_before(record, messages), *messages]), "last")
+    def _answer(self, record: dict[str, Any], option: str) -> Any:
+        """A text, or a list of messages."""
+        kind = list if self.reads_chats else str
+        return require(record, getattr(self.config, option), f"task.{option}", kind)
 
-    def _prompt(self, record: dict[str, Any], kind: type) -> Any:
-        name = self.config.prompt_column
-        return kind() if name is None else require(record, name, "task.prompt_column", kind)
+    def _sequence(self, record: dict[str, Any], answer: Any) -> tuple[list[int], list[int]]:
+        """Tokens of a record's prompt with this answer, and labels of the answer."""
+        if self.reads_chats:
+            return self.chat_format.encode(self._chat(record, answer), "last")
+        return self._completed(self._prompt(record), answer)
 
-    def _messages_before(self, record: dict[str, Any], messages: list[Any]) -> list[Any]:
-        """The messages of the prompt, unless those of the answer begin with them."""
+    def _prompt(self, record: dict[str, Any]) -> str:
+        """The prompt of a text. Raises UserError if the record lacks a column that is named."""
         name = self.config.prompt_column
+        return "" if name is None else require(record, name, "task.prompt_column")
+
+    def _chat(self, record: dict[str, Any], answer: list[Any]) -> Chat:
+        """The messages of an answer, behind those of the prompt unless they begin with them."""
+        name, messages = self.config.prompt_column, as_chat({}, answer).messages
         try:
             prompt = [] if name is None else value_at(record, name)
         except KeyError:
-            return []
+            prompt = [] if name == PROMPT else self._prompt(record)  # which says that a named column is not there
         if isinstance(prompt, list):
-            return prompt
-        first = messages[0] if messages and isinstance(messages[0], dict) else {}
-        begins_with_answer = first.get("role", first.get("from")) in ("assistant", "gpt")
-        return [{"role": "user", "content": self._prompt(record, str)}] if begins_with_answer else []
+            before = as_chat({}, prompt).messages
+            return as_chat(record, messages if messages[: len(before)] == before else [*before, *messages])
+        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+        begin = sum(1 for _ in takewhile(lambda role: role in ("system", "developer"), roles))
+        if roles[begin : begin + 1] == ["assistant"]:  # else the chat has its question
+            messages.insert(begin, {"role": "user", "content": self._prompt(record)})
+        return as_chat(record, messages)
 
     def _joined(self, sequences: Sequences, **fields: Any) -> Sample:
         tokens = [token for ids, _ in sequences for token in ids]
@@ -160,9 +167,8 @@ class PairTask(DecoderTask):
 
     def prompt_of(self, record: dict[str, Any]) -> str | dict[str, Any]:
         if not self.reads_chats:
-            return self._prompt(record, str)
-        answer = require(record, getattr(self.config, self.answer_columns[0]), "task.chosen_column", list)
-        chat = as_chat(record, [*self._messages_before(record, answer), *answer])
+            return self._prompt(record)
+        chat = self._chat(record, self._answer(record, self.answer_columns[0]))
         return {"messages": chat.messages, **chat.options}
 
     def parts_of(self, sample: Sample) -> dict[str, slice]:
@@ -174,11 +180,11 @@ class PairTask(DecoderTask):
     def texts(self, record: dict[str, Any]) -> list[str]:
         found = []
         for option in self.answer_columns:
-            kind = list if self.reads_chats else str
-            answer = require(record, getattr(self.config, option), f"task.{option}", kind)
-            messages = [*self._messages_before(record, answer), *answer] if self.reads_chats else []
-            found += [message_text(check_message(message)) for message in as_chat(record, messages).messages]
-            found += [] if self.reads_chats else [self._prompt(record, str), answer]
+            answer = self._answer(record, option)
+            if self.reads_chats:
+                found += [message_text(check_message(message)) for message in self._chat(record, answer).messages]
+            else:
+                found += [self._prompt(record), answer]
         return list(dict.fromkeys(found))
 
     def collate(self, samples: list[Sample]) -> Batch:
@@ -230,16 +236,15 @@ class Preference(PairTask):
                 where="data.train",
                 remedy="leave the weights out",
             )
-        return _WithOtherAnswers(self.config.completion_column, list(records))
+        return _WithOtherAnswers(self.config.completion_column, records)
 
     def encode(self, record: dict[str, Any], train: bool) -> Sample | None:
-        records = [record, record]
+        answers = [self._answer(record, option) for option in self.answer_columns]
         fields: dict[str, Any] = {}
         if self.is_unpaired:
-            records[1] = {**record, self.config.completion_column: record.get(OTHER_ANSWER, self._answer_of(record))}
+            answers[1] = self._other_answer(record, answers[0])
             fields["is_good"] = self._is_good(record) if self.has_labels else True
-        options = self.answer_columns
-        sequences = [self._sequence(one, option) for one, option in zip(records, options, strict=True)]
+        sequences = [self._sequence(record, answer) for answer in answers]
         limit = self.data.sequence_length
         needed = [_first_target(labels) for _, labels in sequences]
         if any(length is None or length > limit for length in needed):
@@ -256,8 +261,12 @@ class Preference(PairTask):
         names = "good answer" if sample["is_good"] else "bad answer", "answer to another prompt"
         return {names[0]: slice(first), names[1]: slice(first, None)}
 
-    def _answer_of(self, record: dict[str, Any]) -> Any:
-        return require(record, self.config.completion_column, "task.completion_column", object)
+    def _other_answer(self, record: dict[str, Any], own: Any) -> Any:
+        """The answer of the record before; the record's own where that one has none (in an evaluation, always)."""
+        other = record.get(OTHER_ANSWER)
+        if not isinstance(other, type(own)) or not other:
+            return own
+        return other if isinstance(other, str) else [*own[:-1], other[-1]]
 
     def _is_good(self, record: dict[str, Any]) -> bool:
         column = self.config.label_column
@@ -376,7 +385,7 @@ class Reward(PairTask):
         return PretrainedTask.tokenizer_options(self)
 
     def encode(self, record: dict[str, Any], train: bool) -> Sample | None:
-        sequences = [self._sequence(record, option) for option in self.answer_columns]
+        sequences = [self._sequence(record, self._answer(record, option)) for option in self.answer_columns]
         longest = max(len(tokens) for tokens, _ in sequences)
         if longest > self.data.sequence_length:  # its score is read at the end
             self.needed_length = min(self.needed_length, longest)
@@ -393,8 +402,9 @@ class Reward(PairTask):
         assert column is not None
         return as_number(require(record, column, "task.margin_column", object), column)
 
-    def _prompt(self, record: dict[str, Any], kind: type) -> Any:
-        return super()._prompt(record, kind) if self.config.prompt_column in record else kind()
+    def _prompt(self, record: dict[str, Any]) -> str:
+        is_absent = self.config.prompt_column == PROMPT and PROMPT not in record  # answers may be whole texts
+        return "" if is_absent else super()._prompt(record)
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         chosen_N, rejected_N = self._scores(outputs).unbind(1)
@@ -430,8 +440,13 @@ OTHER_ANSWER = "drawbar_other_answer"
 class _WithOtherAnswers(Sequence[dict[str, Any]]):
     """Records, each also with the answer of the one before it; the first with that of the last."""
 
-    def __init__(self, column: str, records: list[dict[str, Any]]) -> None:
-        self._column, self._records = column, records
+    def __init__(self, column: str, records: Iterable[dict[str, Any]]) -> None:
+        self._column, self._records = column, list(records)
+        self._where = getattr(records, "where", None)
+
+    def where(self, index: int) -> str:
+        """File and line of a record, where they are known."""
+        return f"train record {index}" if self._where is None else str(self._where(index))
 
     def __len__(self) -> int:
         return len(self._records)
@@ -439,8 +454,11 @@ class _WithOtherAnswers(Sequence[dict[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        other = self._records[index - 1].get(self._column)
-        return self._records[index] if other is None else {**self._records[index], OTHER_ANSWER: other}
+        try:
+            other = value_at(self._records[index - 1], self._column)
+        except KeyError:
+            return self._records[index]
+        return {**self._records[index], OTHER_ANSWER: other}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(len(self)))

@@ -333,7 +333,7 @@ def _encode(task: Task, opened: OpenedSplit, config: RunConfig, world: Distribut
 def _reading(opened: OpenedSplit) -> Reading:
     if isinstance(opened.records, Records):
         return opened.records.reading(opened.check_unchanged)
-    return read_list(opened.records, lambda number: f"{opened.name} record {number}")
+    return read_list(opened.records, getattr(opened.records, "where", lambda number: f"{opened.name} record {number}"))
 
 
 def _read_again(found: Sequence[NumberedRecord] | Sequence[LocatedRecord]) -> Reading:

@@ -28,7 +28,7 @@ from drawbar.train.checkpoint_layouts import checkpoint_bytes
 from drawbar.train.first_samples import save_first_samples
 from drawbar.train.initial_model import InitialModel
 from drawbar.train.memory_probe import fit_micro_batch, memory_of
-from drawbar.train.reference import save_reference, with_reference
+from drawbar.train.reference import keeps_reference, save_reference, with_reference
 from drawbar.train.remote_start import find_start_on_disk_or_store
 from drawbar.train.resolve import resolve
 from drawbar.train.restore import restore_engine, restore_rest
@@ -85,10 +85,17 @@ def prepare_run(
     with name_failing_method(task):
         engine = build_engine(task, config, world)
     config = with_rows_alone(task, engine, config)
+    find = partial(_keeps_reference, start, source_run_dir)
+    asks_first = task.uses_reference and world.from_rank0(find, "looking for what the reference model said")
+    if start.checkpoint is not None and not asks_first:
+        start, rest = restore_engine(start, engine, world)
     tried = check_on_samples(task, engine, opened, config, world, console)
-    complete = partial(with_reference, task, config=config, world=world, console=console, engine=engine)
+    complete = partial(
+        with_reference, task, config=config, world=world, console=console, engine=engine,
+        kept_in=source_run_dir if asks_first else None,
+    )  # fmt: skip
     loader, train, validation = load_data(task, opened, config, world, console, complete)
-    if start.checkpoint is not None:  # only now: the reference model has the weights that the engine was built with
+    if start.checkpoint is not None and asks_first:  # the engine was built with the weights of the reference model
         start, rest = restore_engine(start, engine, world)
     compare_with_neighbours(task, engine, train or tried)
     engine.total_steps = total_steps = count_steps(config.train, loader.steps_per_epoch)
@@ -110,6 +117,12 @@ def prepare_run(
         lock, partial(_make_run_dir, resolved.written, task),
         uncompiled_step_fits=found is not None,
     )  # fmt: skip
+
+
+def _keeps_reference(start: RunStart, source_run_dir: Path) -> bool:
+    """Whether the run goes on with the reference model of the run that it comes from. A fork of a run that has none
+    begins anew, as a new run does: its reference model is what it begins with."""
+    return start.checkpoint is not None and (not start.forked or keeps_reference(source_run_dir))
 
 
 def _find_start(request: Request, lock: RunDirLock) -> RunStart:

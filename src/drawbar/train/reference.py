@@ -1,6 +1,7 @@
 """What the model that training starts from says about each sample (``Task.reference_fields``): computed once, before
 training, and kept in the run directory."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from drawbar.config.schema.run_config import RunConfig
+from drawbar.data.dataset import RESERVED_FIELDS
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
-from drawbar.errors import UserError
+from drawbar.errors import ExitCode, UserError
 from drawbar.evaluation.scoring import Split, predict_samples
 from drawbar.runtime.log import logger
 from drawbar.tasks.task import Task
@@ -22,22 +24,34 @@ from drawbar.train.batches import eval_micro_batch, make_augment
 from drawbar.util.atomic_files import write_atomically
 
 _FINGERPRINT = "samples"
+_PROBE = "probe."
+"""What the names of the first sample's own fields begin with, which tell whether a model is the one that was asked."""
+_TOLERANCES = {"fp32": 1e-3}
+"""Relative difference of what the same model says under another strategy, or, by default, in another precision."""
+_TOLERANCE = 0.02
 
 
 def with_reference(
-    task: Task, split: Split, config: RunConfig, world: Distributed, console: Console, engine: Engine | None
+    task: Task,
+    split: Split,
+    config: RunConfig,
+    world: Distributed,
+    console: Console,
+    engine: Engine | None,
+    kept_in: Path | None,
 ) -> Split:
     """The split with the reference fields of its samples, where the task uses such. Collective.
 
     Args:
         engine: with the weights that training starts from; None if there are others.
+        kept_in: the directory of the run whose reference model it is; None for a run that begins.
 
     Raises:
-        UserError: the fields are not in the run directory, and there is no such engine.
+        UserError: the fields are not in the run directory, and there is no engine with the weights that were asked.
     """
     if not task.uses_reference:
         return split
-    path = _path(config.run_dir, split.name)
+    path = None if kept_in is None else _path(kept_in, split.name)
     fields = world.from_rank0(lambda: _read(path, split.samples.fingerprint), "reading what the reference model said")
     if fields is None:
         if engine is None:
@@ -46,15 +60,44 @@ def with_reference(
                 where=f"data.{split.name}",
                 remedy="use `drawbar eval` or `drawbar predict`, which open both",
             )
+        if kept_in is not None:
+            _check_is_reference(task, engine, world, kept_in)
         fields = _compute(task, split, config, world, console, engine)
     return replace(split, samples=split.samples.with_numbers(fields), reference=fields)
+
+
+def keeps_reference(run_dir: Path) -> bool:
+    """Whether a run has asked a reference model."""
+    return any(run_dir.glob("reference-*.safetensors"))
 
 
 def save_reference(split: Split, run_dir: Path) -> None:
     """Keep the fields for processes that have other weights. Call on rank 0, which holds the run's lock."""
     if split.reference:
-        content = save(dict(split.reference), {_FINGERPRINT: split.samples.fingerprint})
+        first = {name: np.asarray(value) for name, value in split.samples[0].items() if name not in RESERVED_FIELDS}
+        probe = {f"{_PROBE}{name}": value for name, value in first.items() if name not in split.reference}
+        content = save({**split.reference, **probe}, {_FINGERPRINT: split.samples.fingerprint})
         write_atomically(_path(run_dir, split.name), content)
+
+
+def _check_is_reference(task: Task, engine: Engine, world: Distributed, run_dir: Path) -> None:
+    """Ask the model about a sample that the run's reference model was asked about. Raises UserError if it says
+    something else."""
+    kept = world.from_rank0(lambda: _read(_path(run_dir, "train"), None), "reading what the reference model said")
+    if kept is None:
+        return
+    sample = {name.removeprefix(_PROBE): value for name, value in kept.items() if name.startswith(_PROBE)}
+    batch = task.collate([{**sample, "id": 0, "ids": [0]}])
+    (said,) = engine.predict_step(batch, task.reference_fields)
+    limit = _TOLERANCES.get(engine.config.precision, _TOLERANCE)
+    if all(math.isclose(value, kept[name][0], rel_tol=limit, abs_tol=limit) for name, value in said.items()):
+        return
+    raise UserError(
+        "task.model is not the model that this run's training started from, to which its rewards compare",
+        where="task.model",
+        remedy="restore that model; a run that began as a fork can be evaluated on its own validation data alone",
+        exit_code=ExitCode.FAILED,
+    )
 
 
 def _compute(
@@ -84,12 +127,19 @@ def _path(run_dir: Path, split: str) -> Path:
     return run_dir / f"reference-{split}.safetensors"
 
 
-def _read(path: Path, fingerprint: str) -> dict[str, NDArray[Any]] | None:
-    """The fields in a file; None if there is none, or it is that of other samples."""
+def _read(path: Path | None, fingerprint: str | None) -> dict[str, NDArray[Any]] | None:
+    """The fields in a file, with its probe; None if there is none, or it is that of other samples.
+
+    Args:
+        fingerprint: of the samples, without the probe; None for any, with the probe.
+    """
+    if path is None:
+        return None
     try:
         with safe_open(path, "numpy") as file:
-            if (file.metadata() or {}).get(_FINGERPRINT) == fingerprint:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            names = [name for name in file.keys() if fingerprint is None or not name.startswith(_PROBE)]  # noqa: SIM118
+            if fingerprint in (None, (file.metadata() or {}).get(_FINGERPRINT)):
+                return {name: file.get_tensor(name) for name in names}
     except FileNotFoundError:
         pass
     except (OSError, SafetensorError) as error:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import drawbar
 from drawbar.data.tokenizer import set_option, train_byte_bpe
 from drawbar.errors import UserError
-from drawbar.tasks.preference import Preference, dpo_loss, ipo_loss, kto_loss, orpo_loss, simpo_loss
+from drawbar.tasks.preference import Preference, Reward, dpo_loss, ipo_loss, kto_loss, orpo_loss, simpo_loss
 from drawbar.tasks.task_context import TaskContext
 from harness import run_cli
 from runs import fit_in, losses, scores, weights
@@ -181,6 +182,55 @@ def test_a_resumed_run_asks_its_own_reference(method: str, folder: Path) -> None
     }
 
 
+def reference_of(run: Path) -> list[float]:
+    return load_file(run / "reference-train.safetensors")["reference_0"].tolist()
+
+
+def other_model(folder: Path, name: str) -> Path:
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.1)
+    model.save_pretrained(folder / name)
+    train_tokenizer(folder).save_pretrained(folder / name)
+    return folder / name
+
+
+def test_a_fork_compares_with_what_it_begins_with(folder: Path) -> None:
+    """Of a run without a reference model; a fork of one that has such keeps it."""
+    texts = [{"text": one["prompt"] + one["chosen"]} for one in PAIRS]
+    write_lines(folder / "texts.jsonl", texts)
+    of_texts = ("task.type=causal_lm", "data.train=texts.jsonl", "data.validation=null", "run.name=taught")
+    fit_in(folder, *of_texts, "train.steps=4")
+    loaded = ("run.name=taught", "train.steps=6", "data.validation=null")
+    assert fit_in(folder, *loaded, fork="forked").progress.step == 6
+    first = losses(folder / "runs" / "forked")[5]
+    assert first == pytest.approx(math.log(2), abs=1e-6)
+    fit_in(folder, "task.model=runs/taught@latest", "run.name=begun", "data.validation=null", "train.steps=1")
+    assert reference_of(folder / "runs" / "forked") == pytest.approx(reference_of(folder / "runs" / "begun"), abs=1e-4)
+    fit_in(folder, "run.name=forked", "train.steps=8", "data.validation=null", fork="again")
+    assert reference_of(folder / "runs" / "again") == reference_of(folder / "runs" / "forked")
+
+
+def test_a_model_that_changed_in_place_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    shutil.copytree(folder / "model", folder / "swapped")
+
+    run = ("task.model=swapped", "run.name=swapped")
+    fit_in(folder, *run)
+    before = reference_of(folder / "runs" / "swapped")
+    shutil.rmtree(folder / "runs" / "swapped" / "checkpoints")  # as if it had failed before the first
+    shutil.rmtree(folder / "swapped")
+    other_model(folder, "swapped")
+    fit_in(folder, *run)
+    assert losses(folder / "runs" / "swapped")[1] == pytest.approx(math.log(2), abs=1e-6)
+    assert reference_of(folder / "runs" / "swapped") != pytest.approx(before, abs=1e-2)
+    shutil.rmtree(folder / "swapped")
+    shutil.copytree(folder / "model", folder / "swapped")
+    done = run_cli("predict", "runs/swapped", "--input", "pairs.jsonl", "--output", "p.jsonl", cwd=folder)
+    assert done.code == 1
+    assert "task.model is not the model that this run's training started from" in done.err
+
+
 def test_commands_ask_the_reference_of_the_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     fit_in(folder, "run.name=scored")
@@ -238,8 +288,13 @@ def export(folder: Path, run: str, to: Path) -> Path:
          "rejected": [{"from": "human", "value": "the load"}, {"from": "gpt", "value": "and"}]},
         {"prompt": "the load", "chosen": [{"role": "assistant", "content": "engine"}],
          "rejected": [{"role": "assistant", "content": "and"}]},
+        {"prompt": "the load", "chosen": [{"from": "chatgpt", "value": "engine"}],
+         "rejected": [{"from": "bot", "value": "and"}]},
+        {"prompt": [{"role": "user", "content": "the load"}],
+         "chosen": [{"role": "user", "content": "the load"}, {"role": "assistant", "content": "engine"}],
+         "rejected": [{"from": "human", "value": "the load"}, {"from": "gpt", "value": "and"}]},
     ],
-    ids=["messages", "whole chats", "ShareGPT", "a text and messages"],
+    ids=["messages", "whole chats", "ShareGPT", "a text and messages", "other names", "the prompt twice"],
 )  # fmt: skip
 def test_chats_in_the_forms_of_public_data(record: dict[str, Any], folder: Path) -> None:
     task = made_task(folder)
@@ -251,6 +306,69 @@ def test_chats_in_the_forms_of_public_data(record: dict[str, Any], folder: Path)
     asked = "<|user|>the load<|endoftext|><|assistant|>"
     assert text == f"{asked}engine<|endoftext|>{asked}and<|endoftext|>"
     assert tokenizer.decode(labels[labels >= 0]) == "engine<|endoftext|>and<|endoftext|>"
+
+
+def test_a_question_stands_behind_a_system_message(folder: Path) -> None:
+    task = made_task(folder, "data.sequence_length=64")
+    task.__dict__["dataset_metadata"] = {"chats": True}
+    answer = [{"role": "system", "content": "an"}, {"role": "assistant", "content": "engine"}]
+    sample = task.encode({"prompt": "the load", "chosen": answer, "rejected": answer}, train=True)
+    assert sample is not None
+    text = train_tokenizer(folder).decode(sample["input_ids"][task.parts_of(sample)["chosen"]])
+    assert text == "<|system|>an<|endoftext|><|user|>the load<|endoftext|><|assistant|>engine<|endoftext|>"
+
+
+def texts_of(folder: Path, name: str, rows: list[dict[str, Any]], *settings: str) -> list[list[str]]:
+    """The sequences of each training sample."""
+    write_lines(folder / f"{name}.jsonl", rows)
+    paths = [f"data.train={folder / name}.jsonl", "data.validation=null", f"task.model={folder / 'model'}"]
+    loaded = drawbar.load_config(folder / "config.yaml", [*paths, "data.on_bad_record=skip", *settings])
+    context = TaskContext(loaded.config, train_tokenizer(folder))
+    task = Reward(context) if "task.type=reward" in settings else Preference(context)
+    found = []
+    for record in task.records("train"):
+        sample = task.encode(record, train=True)
+        assert sample is not None
+        found.append([train_tokenizer(folder).decode(sample["input_ids"][at]) for at in task.parts_of(sample).values()])
+    return found
+
+
+def test_columns_inside_of_columns(folder: Path) -> None:
+    nested = [
+        {"meta": {"prompt": one["prompt"]}, "chosen": one["chosen"], "rejected": one["rejected"]} for one in PAIRS
+    ]
+    settings = ("task.prompt_column=meta.prompt",)
+    assert texts_of(folder, "nested", nested, "task.type=reward", *settings) == texts_of(folder, "flat", PAIRS)
+    judged = [{"prompt": one["prompt"], "out": {"text": one["chosen"]}, "label": True} for one in PAIRS]
+    flat = [{"prompt": one["prompt"], "completion": one["chosen"], "label": True} for one in PAIRS]
+    found = texts_of(folder, "out", judged, "task.method=kto", "task.completion_column=out.text")
+    assert found == texts_of(folder, "out-flat", flat, "task.method=kto")
+    assert [other for _, other in found] == [
+        f"{one['prompt']}{before['chosen']}<|endoftext|>"
+        for one, before in zip(PAIRS, [PAIRS[-1], *PAIRS[:-1]], strict=True)
+    ]
+    with pytest.raises(UserError, match="the record has no 'promt'"):
+        texts_of(folder, "typo", PAIRS, "task.type=reward", "task.prompt_column=promt")
+
+
+def test_a_chat_gets_the_answer_to_another_question(folder: Path) -> None:
+    def chat(question: str, answer: str) -> dict[str, Any]:
+        asked = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return {"completion": asked, "label": True}
+
+    found = texts_of(folder, "chats", [chat("the", "load"), chat("an", "engine")], "task.method=kto")
+    assert found[1][1] == "<|user|>an<|endoftext|><|assistant|>load<|endoftext|>"
+
+
+def test_a_bad_record_spoils_no_other(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "the", "completion": " load", "label": True} for _ in range(4)]
+    rows[1]["completion"] = 5
+    write_lines(folder / "spoilt.jsonl", rows)
+    settings = ("task.method=kto", "data.train=spoilt.jsonl", "data.validation=null", "data.on_bad_record=skip")
+    fit_in(folder, *settings, "run.name=spoilt", "train.global_batch=3", "train.micro_batch=3", "train.steps=1")
+    said = capfd.readouterr().err
+    assert "3 samples of 3 records (1 bad)" in said
+    assert "spoilt.jsonl:2: 'completion' is int, not str" in said
 
 
 def test_a_long_answer_is_cut_and_a_long_prompt_is_dropped(folder: Path) -> None:
