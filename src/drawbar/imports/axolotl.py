@@ -168,7 +168,10 @@ def lora(c: Conversion, adapter: Any, linear: Any, parameters: Any, *values: Any
         c.no_effect("the keys of lora say it", "adapter")
         if not isinstance(modules, str):
             modules = ["all-linear"] * bool(linear) + list(modules or ()) + list(parameters or ())
-        shared.set_lora(c, rank, alpha, dropout, modules, *others)
+        if rank is None or alpha is None:
+            c.refuse("an adapter needs lora_r and lora_alpha: axolotl has no defaults for them", "adapter")
+        else:
+            shared.set_lora(c, rank, alpha, dropout, modules, *others)
 
 
 def plugins(c: Conversion, names: Any) -> None:

@@ -122,7 +122,9 @@ def texts(c: Conversion, text: Any, answers: Any, completions: Any, packed: Any,
     if length is not None:
         c.set("data.sequence_length", shared.steps(length), *c.names[4:])
     if any(c.given(name) for name in TRL):
-        c.set("data.batching", "packed" if packed else "padded", c.names[3])
+        if packed or is_off(c.value("group_by_length")):
+            c.set("data.batching", "packed" if packed else "padded", c.names[3])
+        c.no_effect("rows are grouped by length", c.names[3])
         if completions:
             c.set("task.prompt_column", "prompt", c.names[2])
             c.set("task.completion_column", "completion", c.names[2])

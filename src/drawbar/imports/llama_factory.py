@@ -42,6 +42,10 @@ def datasets(c: Conversion, train: Any, held: Any, folder: Any, share: Any, most
         c.set("data.limit.train", shared.steps(most), "max_samples")
 
 
+DATASET_KEYS = {"file_name", "hf_hub_url", "subset", "split", "formatting", "columns", "tags", "ranking"}
+"""Of an entry of dataset_info.json."""
+
+
 def _source(c: Conversion, about: Any, folder: Path, key: str, name: str) -> Any:
     """A dataset as a source, and the task's options for its records; refuses what they are not in drawbar."""
     if about is None:
@@ -61,10 +65,16 @@ def _source(c: Conversion, about: Any, folder: Path, key: str, name: str) -> Any
         "ranking"
     ):
         c.refuse(f"{name} has images, ranks or the like, and drawbar trains text", key)
+    moved = [own for own in ("system", "tools") if columns.get(own, own) != own]
+    if moved:
+        c.refuse(f"{name} has its {moved[0]} in the column {columns[moved[0]]}: name the column {moved[0]}", key)
+    other = sorted(key for key in about.keys() - DATASET_KEYS if not is_off(about[key]))
+    if other:
+        c.refuse(f"{name} says {', '.join(other)}, which has no counterpart", key)
     if about.get("hf_hub_url"):
         return shared.hub_source(about["hf_hub_url"], about.get("subset"), about.get("split"))
-    if not about.get("file_name") or about.get("num_samples"):
-        c.refuse(f"{name} is from another hub, or a part of its records", key)
+    if not about.get("file_name"):
+        c.refuse(f"{name} is from another hub", key)
     return (folder / str(about.get("file_name"))).as_posix()
 
 

@@ -59,6 +59,8 @@ def schedule(c: Conversion, warmup: Any, kind: Any, decay: Any, least: Any, tota
         c.refuse(f"drawbar has no schedule with this {kind} decay: wsd decays as a cosine", c.names[1], c.names[2])
     elif stable:
         c.set("optim.decay", float(decay), c.names[2])
+        if warmup and least:
+            c.refuse("a wsd schedule with a smallest rate warms up from that rate here, and from 0 there", c.names[3])
     c.set("optim.schedule", "wsd" if stable else kind, *c.names[1:3])
     c.set("optim.warmup", min(warmup, steps), c.names[0])
     c.set("optim.min_lr_ratio", float(least or 0), c.names[3])

@@ -107,8 +107,9 @@ def optimizer(c: Conversion, name: Any, decay: Any, beta1: Any, beta2: Any, eps:
     if name in EXACT_ADAMW or name in ROUNDED_ADAMW:
         for setting, value in (ROUNDED if name in ROUNDED_ADAMW else {"optim.name": "adamw"}).items():
             c.set(setting, value, c.names[0])
-        c.set("optim.betas", [float(beta1 or 0.9), float(beta2 or 0.999)], *c.names[2:4])
-        c.set("optim.eps", float(eps or 1e-8), c.names[4])
+        betas = [usual if beta is None else float(beta) for beta, usual in ((beta1, 0.9), (beta2, 0.999))]
+        c.set("optim.betas", betas, *c.names[2:4])
+        c.set("optim.eps", 1e-8 if eps is None else float(eps), c.names[4])
     elif name in OTHER_OPTIMIZERS:
         c.set("optim.name", OTHER_OPTIMIZERS[name], c.names[0])
         c.no_effect(f"{name} has none", *c.names[2:])

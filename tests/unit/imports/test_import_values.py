@@ -25,6 +25,8 @@ def converted(source: str, text: str, folder: Path, suffix: str = ".yaml") -> Co
     [
         ("huggingface", HF + "warmup_steps: 0.1", "optim.warmup", 0.1),
         ("huggingface", HF + "neftune_noise_alpha: 5", "task.embedding_noise", 5),
+        ("huggingface", HF + "adam_beta1: 0.0\nadam_epsilon: 0.5", "optim.betas", [0.0, 0.999]),
+        ("huggingface", HF + "max_length: 9\npacking: false\ngroup_by_length: true", "data.batching", "grouped"),
         ("huggingface", HF + "warmup_steps: 1", "optim.warmup", 1),
         ("huggingface", HF + "warmup_ratio: 0.1", "optim.warmup", 0.1),
         ("huggingface", HF + "lr_scheduler_type: constant\nwarmup_steps: 9", "optim.warmup", 0),
@@ -138,6 +140,16 @@ def test_other_quantization_is_refused(tmp_path: Path) -> None:
     assert [entry.key for entry in converted("huggingface", text, tmp_path).refusals] == ["bnb_4bit_quant_type"]
 
 
+def test_what_is_refused_says_its_key(tmp_path: Path) -> None:
+    schedule = "[lr_scheduler]\nwarmup_steps = 5\ndecay_ratio = 0.2\ndecay_type = 'cosine'\nmin_lr_factor = 0.1\n"
+    found = converted("torchtitan", f"[training]\nsteps = 50\n{schedule}", tmp_path, ".toml").refusals
+    assert "lr_scheduler.min_lr_factor" in [entry.key for entry in found]
+    found = converted("axolotl", AXOLOTL + "adapter: lora\nlora_r: 8\n", tmp_path).refusals
+    assert [entry.text for entry in found if entry.key == "adapter"] == [
+        "an adapter needs lora_r and lora_alpha: axolotl has no defaults for them"
+    ]
+
+
 def test_toml_lines(tmp_path: Path) -> None:
     found = converted("torchtitan", '[job]\ndescription = """\n[x]\n"""\n[training]\n\nsteps = 5\n', tmp_path, ".toml")
     assert found.line("training.steps") == 7
@@ -145,7 +157,16 @@ def test_toml_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "refused"), [("chats", False), ("openai", False), ("odd", True), ("facts", True), ("absent", True)]
+    ("dataset", "refused"),
+    [
+        ("chats", False),
+        ("openai", False),
+        ("odd", True),
+        ("facts", True),
+        ("absent", True),
+        ("moved", True),
+        ("part", True),
+    ],
 )
 def test_datasets_of_llama_factory(dataset: str, refused: bool, tmp_path: Path) -> None:
     """Chats of the usual roles are read; instructions, other roles and unknown names are refused."""
