@@ -147,7 +147,7 @@ class PairTask(DecoderTask):
         """The messages of an answer, behind those of the prompt unless they begin with them."""
         name, messages = self.config.prompt_column, as_chat({}, answer).messages
         try:
-            prompt = [] if name is None else value_at(record, name)
+            prompt = [] if name is None else value_at(record, name) or []  # null, where a table has it for others
         except KeyError:
             prompt = [] if name == PROMPT else self._prompt(record)  # which says that a named column is not there
         if isinstance(prompt, list):

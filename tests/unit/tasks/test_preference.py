@@ -293,8 +293,10 @@ def export(folder: Path, run: str, to: Path) -> Path:
         {"prompt": [{"role": "user", "content": "the load"}],
          "chosen": [{"role": "user", "content": "the load"}, {"role": "assistant", "content": "engine"}],
          "rejected": [{"from": "human", "value": "the load"}, {"from": "gpt", "value": "and"}]},
+        {"prompt": None, "chosen": [{"from": "human", "value": "the load"}, {"from": "gpt", "value": "engine"}],
+         "rejected": [{"from": "human", "value": "the load"}, {"from": "gpt", "value": "and"}]},
     ],
-    ids=["messages", "whole chats", "ShareGPT", "a text and messages", "other names", "the prompt twice"],
+    ids=["messages", "whole chats", "ShareGPT", "a text and messages", "other names", "the prompt twice", "null"],
 )  # fmt: skip
 def test_chats_in_the_forms_of_public_data(record: dict[str, Any], folder: Path) -> None:
     task = made_task(folder)
