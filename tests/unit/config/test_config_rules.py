@@ -29,6 +29,11 @@ BREAKING = {
     "single with several processes": [["parallel.strategy=single", "launch.nproc=2"]],
     "dp with several processes": [["parallel.strategy=dp", "launch.nproc=2"]],
     "dp without CUDA": [["parallel.strategy=dp", "device=cpu"], ["parallel.strategy=dp", "device=mps"]],
+    "dp with state of a forward": [
+        ["parallel.strategy=dp", "task={type: preference, model: m}"],
+        ["parallel.strategy=dp", "task={type: reward, model: m}"],
+        ["parallel.strategy=dp", "task.embedding_noise=5"],
+    ],
     "dp with packed rows": [["parallel.strategy=dp", "data.batching=packed"]],
     "one process with model parallelism": [
         ["parallel.strategy=single", "parallel.tensor=2"],

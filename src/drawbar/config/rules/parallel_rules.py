@@ -149,6 +149,16 @@ DATA_PARALLEL = (
         "set parallel.strategy=ddp, or data.batching=grouped",
     ),
     Rule(
+        "dp with state of a forward",
+        ("parallel.strategy", "task.type", "task.embedding_noise"),
+        lambda c: (
+            c.parallel.features.many_devices
+            and (c.task.type in ("preference", "reward") or bool(getattr(c.task, "embedding_noise", 0)))
+        ),
+        "nn.DataParallel runs copies of the model concurrently, which would mix up the batches of the devices",
+        "set parallel.strategy=ddp",
+    ),
+    Rule(
         "one process with model parallelism",
         ("parallel.strategy", *DEGREES),
         lambda c: c.parallel.features.one_process and c.parallel.model_ranks > 1,
