@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
-from drawbar.evaluation.scoring import Split, evaluate, predict, write_results
+from drawbar.evaluation.scoring import Split, evaluate, predict, predictions_by_record, write_results
 from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logging
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.method_errors import is_user_defined
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
-from drawbar.train.batches import OpenedSplit, encode_split, eval_micro_batch, make_augment, open_split
+from drawbar.train.batches import OpenedSplit, encode_split, eval_batching, open_split
 from drawbar.train.reference import with_reference
 from drawbar.train.setup import check_predicts, open_checkpoint, task_of_run
 from drawbar.util.atomic_files import is_stream
@@ -66,8 +67,7 @@ def evaluate_run(
                 task,
                 split,
                 world,
-                eval_micro_batch(config, has_tokens="input_ids" in split.samples.fields),
-                make_augment(task, config, train=False),
+                *eval_batching(task, split, config),
                 progress=lambda done, total: console.phase(f"evaluating {split_name}", done, total),
             )
         assert evaluation is not None, "evaluate returns None only if its stop_wanted asks it to stop"
@@ -127,17 +127,9 @@ def predict_from_run(
         engine, _, split = _open_both(task, opened, config, checkpoint, world, console)
         with closing(engine):
             asked = {"prediction": task.predict} | ({"probabilities": task.probabilities} if probabilities else {})
+            how, progress = eval_batching(task, split, config), partial(console.phase, "predicting")
             answers = {
-                name: predict(
-                    engine,
-                    task,
-                    split,
-                    world,
-                    eval_micro_batch(config, has_tokens="input_ids" in split.samples.fields),
-                    make_augment(task, config, train=False),
-                    predict_fn,
-                    progress=lambda done, total: console.phase("predicting", done, total),
-                )
+                name: predictions_by_record(split, predict(engine, task, split, world, *how, predict_fn, progress))
                 for name, predict_fn in asked.items()
             }
         if world.is_rank0:

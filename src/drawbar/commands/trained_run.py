@@ -11,11 +11,10 @@ from drawbar.config.io.load_config import load_run_config
 from drawbar.config.rules.rule_table import check_rules
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.dataset import NoSamples, encode_records
-from drawbar.data.loader import Augment, MicroBatchSize
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.errors import UserError
-from drawbar.evaluation.scoring import Split, evaluate, predict
+from drawbar.evaluation.scoring import Split, evaluate, predict, predictions_by_record
 from drawbar.evaluation.text_generation import Prompt, Sampling, generate_text
 from drawbar.models.stored_base import shapes
 from drawbar.tasks.batch import PredictFunction
@@ -23,7 +22,7 @@ from drawbar.tasks.encoder import TaskEncoder
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console
 from drawbar.tracking.run_view import parse_metrics_line
-from drawbar.train.batches import eval_micro_batch, load_split, make_augment
+from drawbar.train.batches import eval_batching, load_split
 from drawbar.train.reference import with_reference
 from drawbar.train.setup import check_predicts, on_one_process, open_checkpoint, task_of_run
 from drawbar.util.run_dir import METRICS_FILE
@@ -129,7 +128,9 @@ class TrainedRun:
         if split not in _SPLITS:
             raise UserError(f"there is no split {split!r}", remedy=f"name one of {', '.join(_SPLITS)}")
         found = self._with_reference(load_split(self.task, split, self.config, self._world, Console()))
-        evaluation = evaluate(self._engine, self.task, found, self._world, *self._how(found))
+        evaluation = evaluate(
+            self._engine, self.task, found, self._world, *eval_batching(self.task, found, self.config)
+        )
         assert evaluation is not None, "evaluate returns None only if its stop_wanted asks it to stop"
         return evaluation.scores
 
@@ -153,18 +154,14 @@ class TrainedRun:
         except NoSamples:
             return [None] * len(given)
         split = self._with_reference(Split("records", given, samples))
-        found = predict(self._engine, task, split, self._world, *self._how(split), predict_fn)
+        how = eval_batching(self.task, split, self.config)
+        found = predictions_by_record(split, predict(self._engine, task, split, self._world, *how, predict_fn))
         return [
             task.postprocess(record, found[number]) if number in found else None for number, record in enumerate(given)
         ]
 
     def _with_reference(self, split: Split) -> Split:
         return with_reference(self.task, split, self.config, self._world, Console(), None, self.config.run_dir)
-
-    def _how(self, split: Split) -> tuple[MicroBatchSize, Augment]:
-        """How a split is batched and augmented."""
-        has_tokens = "input_ids" in split.samples.fields
-        return eval_micro_batch(self.config, has_tokens), make_augment(self.task, self.config, train=False)
 
 
 def _is_message(value: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from drawbar.config.schema.run_config import EvalSection
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
@@ -45,8 +47,12 @@ def write_samples(
 
 def _first_prompts(engine: Engine, task: DecoderTask, split: Split, count: int) -> list[Prompt]:
     """Those of the first records that gave samples, whose prompts are not too long."""
-    numbers = list(dict.fromkeys(split.samples.record_of.tolist()))[:count]
-    return engine.world.from_rank0(lambda: [task.prompt_of(split.records[number]) for number in numbers], "prompts")
+    numbers = np.unique(split.samples.record_of)[:count].tolist()
+
+    def read() -> list[Prompt]:
+        return [task.prompt_of(split.records[number]) for number in numbers]
+
+    return engine.world.from_rank0(read, "reading prompts")
 
 
 def _shown(task: Task, record: dict[str, Any]) -> str:

@@ -316,23 +316,9 @@ def predict(
     augment: Augment,
     predict_fn: PredictFunction,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[int, Any]:
-    """The results of ``predict_fn`` by record number, on rank 0. Needs no labels. Args: see ``evaluate``."""
-    found = predict_samples(engine, task, split, world, micro_batch, augment, predict_fn, progress)
-    return predictions_by_record(split, found)
-
-
-def predict_samples(
-    engine: Engine,
-    task: Task,
-    split: Split,
-    world: Distributed,
-    micro_batch: MicroBatchSize,
-    augment: Augment,
-    predict_fn: PredictFunction,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[tuple[int, Any]]:
-    """As ``predict``: (sample, result) of each sample, in any order; on other ranks an empty list."""
+    """(sample, result of ``predict_fn``) of each sample, in any order, on rank 0; on others an empty list. Needs no
+    labels. Args: see ``evaluate``."""
     world.barrier("predicting")  # as in evaluate()
     predictions: list[tuple[int, Any]] = []
     loader = _loader(engine, task, split, world, micro_batch, augment)

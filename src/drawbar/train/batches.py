@@ -519,6 +519,12 @@ def _rows_for_stages(config: RunConfig, world: Distributed) -> int | None:
     return max(1, config.train.global_batch // world.dp_ranks.size // (4 * stages)) if stages > 1 else None
 
 
+def eval_batching(task: Task, split: Split, config: RunConfig) -> tuple[MicroBatchSize, Augment]:
+    """How an evaluation or a prediction batches and augments a split."""
+    micro_batch = eval_micro_batch(config, has_tokens="input_ids" in split.samples.fields)
+    return micro_batch, make_augment(task, config, train=False)
+
+
 def eval_micro_batch(config: RunConfig, has_tokens: bool) -> MicroBatchSize:
     """The maximum evaluation micro-batch of one process, independent of the number of processes."""
     if config.eval.micro_batch is not None:

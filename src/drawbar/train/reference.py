@@ -3,6 +3,7 @@ training, and kept in the run directory."""
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,18 @@ from drawbar.data.dataset import RESERVED_FIELDS
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode, UserError
-from drawbar.evaluation.scoring import Split, predict_samples
+from drawbar.evaluation.scoring import Split, predict
 from drawbar.runtime.log import logger
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console
-from drawbar.train.batches import eval_micro_batch, make_augment
+from drawbar.train.batches import eval_batching
 from drawbar.util.atomic_files import write_atomically
 
 _FINGERPRINT = "samples"
 _PROBE = "probe."
 """What the names of the first sample's own fields begin with, which tell whether a model is the one that was asked."""
-_TOLERANCES = {"fp32": 1e-3}
-"""Relative difference of what the same model says under another strategy, or, by default, in another precision."""
-_TOLERANCE = 0.02
+_TOLERANCE, _OF_FP32 = 0.02, 1e-3
+"""Relative difference of what a model says in another precision, or, of fp32, under another strategy."""
 
 
 def with_reference(
@@ -89,7 +89,7 @@ def _check_is_reference(task: Task, engine: Engine, world: Distributed, run_dir:
     sample = {name.removeprefix(_PROBE): value for name, value in kept.items() if name.startswith(_PROBE)}
     batch = task.collate([{**sample, "id": 0, "ids": [0]}])
     (said,) = engine.predict_step(batch, task.reference_fields)
-    limit = _TOLERANCES.get(engine.config.precision, _TOLERANCE)
+    limit = _OF_FP32 if engine.config.precision == "fp32" else _TOLERANCE
     if all(math.isclose(value, kept[name][0], rel_tol=limit, abs_tol=limit) for name, value in said.items()):
         return
     raise UserError(
@@ -105,16 +105,9 @@ def _compute(
 ) -> dict[str, NDArray[Any]]:
     what = f"asking the reference model about {split.name}"
     logger.info("%s", what)
-    found = predict_samples(
-        engine,
-        task,
-        split,
-        world,
-        eval_micro_batch(config, has_tokens="input_ids" in split.samples.fields),
-        make_augment(task, config, train=False),
-        task.reference_fields,
-        progress=lambda done, total: console.phase(what, done, total),
-    )
+    how = eval_batching(task, split, config)
+    progress = partial(console.phase, what)
+    found = predict(engine, task, split, world, *how, task.reference_fields, progress)
 
     def columns() -> dict[str, NDArray[Any]]:
         rows = [fields for _, fields in sorted(found, key=lambda pair: pair[0])]

@@ -16,7 +16,7 @@ from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console
 from drawbar.tracking.meters import Throughput
 from drawbar.tracking.trackers import Trackers
-from drawbar.train.batches import eval_micro_batch, make_augment
+from drawbar.train.batches import eval_batching
 from drawbar.train.callback import Callback, RunHandle
 from drawbar.train.run_dir_lock import RunDirLock
 from drawbar.train.saver import Saver
@@ -117,8 +117,7 @@ class Run:
                     self.task,
                     self.validation,
                     self.world,
-                    eval_micro_batch(self.config, has_tokens="input_ids" in self.validation.samples.fields),
-                    make_augment(self.task, self.config, train=False),
+                    *eval_batching(self.task, self.validation, self.config),
                     progress=lambda done, total: self.console.phase("evaluating", done, total),
                     stop_wanted=lambda: self.stop.wanted,
                 )
