@@ -7,6 +7,7 @@ N: samples, S: sequences of a sample (2, or 1), B: rows, L: tokens in a row, T: 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -120,17 +121,21 @@ class PairTask(DecoderTask):
         return bool(self.dataset_metadata["chats"])
 
     def find_dataset_metadata(self) -> dict[str, Any]:
-        column = getattr(self.config, self.answer_columns[0])
+        columns = [getattr(self.config, self.answer_columns[0]), self.config.prompt_column]
         first: dict[str, Any] = next(iter(records_of(self, "train")), {})
-        try:
-            return {"chats": isinstance(value_at(first, column), list)}
-        except KeyError:
-            return {"chats": False}  # encode says what is missing
+        is_chat = False
+        for column in filter(None, columns):
+            with suppress(KeyError):  # encode says what is missing
+                is_chat |= isinstance(value_at(first, column), list | dict)
+        return {"chats": is_chat}
 
     def _answer(self, record: dict[str, Any], option: str) -> Any:
-        """A text, or a list of messages."""
-        kind = list if self.reads_chats else str
-        return require(record, getattr(self.config, option), f"task.{option}", kind)
+        """A text, or a list of messages, of which a record may have the last alone, or its text."""
+        column, setting = getattr(self.config, option), f"task.{option}"
+        if not self.reads_chats:
+            return require(record, column, setting)
+        answer = _as_messages(require(record, column, setting, object))
+        return answer if isinstance(answer, list) else require(record, column, setting, list)
 
     def _sequence(self, record: dict[str, Any], answer: Any) -> tuple[list[int], list[int]]:
         """Tokens of a record's prompt with this answer, and labels of the answer."""
@@ -264,6 +269,7 @@ class Preference(PairTask):
     def _other_answer(self, record: dict[str, Any], own: Any) -> Any:
         """The answer of the record before; the record's own where that one has none (in an evaluation, always)."""
         other = record.get(OTHER_ANSWER)
+        other = _as_messages(other) if self.reads_chats else other
         if not isinstance(other, type(own)) or not other:
             return own
         return other if isinstance(other, str) else [*own[:-1], other[-1]]
@@ -462,6 +468,13 @@ class _WithOtherAnswers(Sequence[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(len(self)))
+
+
+def _as_messages(answer: Any) -> Any:
+    """The messages of an answer that is one message, or its text; anything else as it is."""
+    if isinstance(answer, str):
+        return [{"role": "assistant", "content": answer}]
+    return [answer] if isinstance(answer, dict) else answer
 
 
 def _sequence_numbers(segments_BL: Tensor) -> Tensor:

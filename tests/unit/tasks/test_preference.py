@@ -295,12 +295,17 @@ def export(folder: Path, run: str, to: Path) -> Path:
          "rejected": [{"from": "human", "value": "the load"}, {"from": "gpt", "value": "and"}]},
         {"prompt": None, "chosen": [{"from": "human", "value": "the load"}, {"from": "gpt", "value": "engine"}],
          "rejected": [{"from": "human", "value": "the load"}, {"from": "gpt", "value": "and"}]},
+        {"prompt": [{"from": "human", "value": "the load"}],
+         "chosen": {"from": "gpt", "value": "engine"}, "rejected": {"from": "gpt", "value": "and"}},
+        {"prompt": [{"role": "user", "content": "the load"}], "chosen": "engine", "rejected": "and"},
     ],
-    ids=["messages", "whole chats", "ShareGPT", "a text and messages", "other names", "the prompt twice", "null"],
+    ids=["messages", "whole chats", "ShareGPT", "a text and messages", "other names", "the prompt twice", "null",
+         "one message", "its text"],
 )  # fmt: skip
 def test_chats_in_the_forms_of_public_data(record: dict[str, Any], folder: Path) -> None:
-    task = made_task(folder)
-    task.__dict__["dataset_metadata"] = {"chats": True}
+    write_lines(folder / "chat.jsonl", [record])
+    task = made_task(folder, f"data.train={folder / 'chat.jsonl'}")
+    task.__dict__["dataset_metadata"] = task.find_dataset_metadata()
     sample = task.encode(record, train=True)
     assert sample is not None
     tokenizer, labels = train_tokenizer(folder), np.asarray(sample["labels"])
@@ -360,6 +365,11 @@ def test_a_chat_gets_the_answer_to_another_question(folder: Path) -> None:
 
     found = texts_of(folder, "chats", [chat("the", "load"), chat("an", "engine")], "task.method=kto")
     assert found[1][1] == "<|user|>an<|endoftext|><|assistant|>load<|endoftext|>"
+    single = [
+        {"prompt": [{"role": "user", "content": question}], "completion": answer, "label": True}
+        for question, answer in (("the", "load"), ("an", "engine"))
+    ]
+    assert texts_of(folder, "single", single, "task.method=kto") == found
 
 
 def test_a_bad_record_spoils_no_other(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
