@@ -18,6 +18,11 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+OF_PAIRS = {
+    *("field_messages", "field_chosen", "field_rejected", "message_property_mappings", "message_field_role"),
+    *("message_field_content", "roles", "chat_template"),
+}
+"""Keys of a dataset, by the kind of its records."""
 ROLES = {"user": {"user", "human"}, "assistant": {"assistant", "gpt", "chatgpt", "bot"}, "system": {"system"}}
 PAIRS = (("role", "content"), ("from", "value"))
 
@@ -58,24 +63,42 @@ def _kind(c: Conversion, one: Mapping[str, Any], place: str) -> dict[str, Any] |
     """The task's options for these records; None where they have no counterpart."""
     kind = one.get("type")
     options: dict[str, Any]
-    if kind in ("completion", "pretrain"):
+    if c.settings.get("task.type") == "preference":
+        known, options = OF_PAIRS, _pairs(c, one, place)
+    elif kind in ("completion", "pretrain"):
         known, options = OF_TEXTS, {"task.text_column": one.get("field") or one.get("text_column") or "text"}
     elif kind == "alpaca":  # the same text as axolotl's AlpacaPrompter
         known, options = set(), {"task.prompt_column": "instruction", "task.completion_column": "output"}
     elif kind in ("chat_template", "chat_template.default"):
         known, options = OF_CHATS, {"task.messages_column": one.get("field_messages") or "messages"}
+    else:
+        known, options = set(), {}
+    if not options:
+        c.refuse(f"records of the type {kind} have no counterpart: write them as chats of messages", f"{place}.type")
+        return None
+    if "chat_template" in known:
         _check_chat(c, one, place)
         if template := _template(c, one.get("chat_template") or c.value("chat_template")):
             options["task.chat_template"] = template
-    else:
-        c.refuse(f"records of the type {kind} have no counterpart: write them as chats of messages", f"{place}.type")
-        return None
     for key in one.keys() - ALWAYS - known:
         if is_off(one[key]):
             c.no_effect("it is off", f"{place}.{key}")
         else:
             c.refuse(f"it has no counterpart for records of the type {kind}", f"{place}.{key}")
     return options
+
+
+def _pairs(c: Conversion, one: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The task's options for records with two answers; none where they have no counterpart."""
+    if one.get("type") in ("chat_template", "chat_template.default") and c.value("rl") != "orpo":
+        prompt = one.get("field_messages") or "messages"
+        c.note("TRL also ends answers with the tokenizer's end token, where a template has another", f"{place}.type")
+    elif one.get("type") in ("chat_template.argilla", "chat_template.argilla_chat"):  # answers are whole chats
+        prompt = None
+    else:
+        return {}
+    answers = {f"task.{name}_column": one.get(f"field_{name}") or name for name in ("chosen", "rejected")}
+    return {"task.prompt_column": prompt, **answers}
 
 
 def _check_chat(c: Conversion, one: Mapping[str, Any], place: str) -> None:
@@ -174,6 +197,18 @@ def lora(c: Conversion, adapter: Any, linear: Any, parameters: Any, *values: Any
             shared.set_lora(c, rank, alpha, dropout, modules, *others)
 
 
+def preference(c: Conversion, method: Any, loss: Any, beta: Any, *others: Any) -> None:
+    if is_off(method):
+        c.no_effect("rl is off")
+    elif method not in ("dpo", "ipo", "orpo", "simpo"):
+        c.refuse(f"{method} is not imported; dpo, ipo, orpo and simpo are", "rl")
+    else:
+        options = {"beta": "orpo_alpha" if beta is None else "rl_beta", "gamma": "simpo_gamma"}
+        shared.preference(c, method, "rl", **options, label_smoothing="dpo_label_smoothing")
+        c.no_effect("it is so by default", "dpo_loss_type") if loss in ("sigmoid", ["sigmoid"]) else None
+        c.no_effect("rl_beta takes precedence", "orpo_alpha")
+
+
 def plugins(c: Conversion, names: Any) -> None:
     kernels = ("CutCrossEntropy", "Liger", "KernelsPlugin")
     others = [name for name in names or [] if not any(kernel in name for kernel in kernels)]
@@ -205,6 +240,7 @@ def model_class(c: Conversion, name: Any) -> None:
 
 
 RULES: dict[str, Rule] = {
+    "rl dpo_loss_type rl_beta orpo_alpha simpo_gamma cpo_alpha dpo_label_smoothing": preference,
     "datasets pretraining_dataset test_datasets val_set_size": datasets,
     "micro_batch_size gradient_accumulation_steps batch_size": batch,
     "lr_scheduler warmup_steps warmup_ratio lr_scheduler_kwargs cosine_min_lr_ratio cosine_constant_lr_ratio": schedule,

@@ -24,7 +24,7 @@ TASKS = (
 """Keys that say which of transformers' scripts a file is for."""
 TRL = (
     *("dataset_text_field", "dataset_train_split", "dataset_mixture", "max_length", "packing", "assistant_only_loss"),
-    "completion_only_loss",
+    *("completion_only_loss", "beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs"),
 )
 """Keys that only TRL's scripts have."""
 
@@ -122,6 +122,7 @@ def texts(c: Conversion, text: Any, answers: Any, completions: Any, packed: Any,
     if length is not None:
         c.set("data.sequence_length", shared.steps(length), *c.names[4:])
     if any(c.given(name) for name in TRL):
+        is_preference = c.settings.get("task.type") == "preference"
         if packed or is_off(c.value("group_by_length")):
             c.set("data.batching", "packed" if packed else "padded", c.names[3])
         c.no_effect("rows are grouped by length", c.names[3])
@@ -130,11 +131,34 @@ def texts(c: Conversion, text: Any, answers: Any, completions: Any, packed: Any,
             c.set("task.completion_column", "completion", c.names[2])
         elif answers:
             c.set("task.messages_column", "messages", c.names[1])
-        elif not c.given("dataset_mixture"):
+        elif not c.given("dataset_mixture") and not is_preference:
             c.set("task.text_column", text or "text", c.names[0])
-        c.note("longer samples are truncated there; here texts are split, and chats truncated", *c.names[4:])
+        if not is_preference:
+            c.note("longer samples are truncated there; here texts are split, and chats truncated", *c.names[4:])
     for name in c.names:
         c.no_effect("it is so by default", name)
+
+
+def preference(c: Conversion, loss: Any, beta: Any, smoothing: Any, alpha: Any, *others: Any) -> None:
+    """TRL's DPO, KTO, and CPO as SimPO. No key of ORPO's is its own."""
+    loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
+    method = "kto" if any(c.given(name) for name in c.names[5:7]) else shared.METHODS.get(str(loss))
+    if loss in (None, "nll") and beta is None and method is None:
+        c.no_effect("it is so by default")
+    elif method is None:
+        c.refuse(
+            "no key says whether the file is for DPO, KTO, SimPO or something else: add loss_type: sigmoid for DPO, "
+            "desirable_weight: 1.0 for KTO, or loss_type: simpo, if it is for one of these",
+            *c.names[:2],
+        )
+    else:
+        key = c.names[0] if c.given(c.names[0]) else c.names[5] if c.given(c.names[5]) else c.names[6]
+        options = dict(zip(("beta", "label_smoothing"), c.names[1:3], strict=True))
+        options |= dict(zip(("gamma", "desirable_weight", "undesirable_weight"), c.names[4:7], strict=True))
+        shared.preference(c, method, key, **options)
+        if method == "simpo" and not is_off(smoothing):
+            c.refuse("remove it, and set task.label_smoothing after the import", c.names[2])
+        c.no_effect(f"{method} does not have it", "cpo_alpha")
 
 
 def template(c: Conversion, text: Any) -> None:
@@ -169,6 +193,7 @@ def revision(c: Conversion, name: Any) -> None:
 
 
 RULES: dict[str, Rule] = {
+    "loss_type beta label_smoothing cpo_alpha simpo_gamma desirable_weight undesirable_weight": preference,
     "task_name": glue,
     "source_lang target_lang text_column summary_column": translation,
     "text_column_name label_column_name": words,

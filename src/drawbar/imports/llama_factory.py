@@ -1,6 +1,7 @@
 """Rules for LLaMA-Factory's files. What a dataset is stands in ``dataset_info.json``."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +56,17 @@ def _source(c: Conversion, about: Any, folder: Path, key: str, name: str) -> Any
     if stage == "pt":
         c.set("task.text_column", columns.get("prompt") or "instruction", key)
     elif about.get("formatting") == "sharegpt":
-        c.set("task.messages_column", columns.get("messages") or "conversations", key)
+        for setting, column in _columns(c, columns).items():
+            c.set(setting, column, key)
         tags = SHAREGPT | OTHER_ROLES | (about.get("tags") or {})
         if tags not in (SHAREGPT | OTHER_ROLES, OPENAI | OTHER_ROLES):
             c.refuse(f"{name} has roles or keys of its own: rename them to role and content, user and assistant", key)
     else:
         c.refuse(f"{name} has instructions, which LLaMA-Factory puts into a chat: write them as chats of messages", key)
-    if columns.keys() - {"prompt", "query", "response", "history", "system", "messages", "tools"} or about.get(
-        "ranking"
-    ):
-        c.refuse(f"{name} has images, ranks or the like, and drawbar trains text", key)
+    if columns.keys() - TEXT_COLUMNS - (ANSWER_COLUMNS.get(stage) or set()):
+        c.refuse(f"{name} has images or the like, and drawbar trains text", key)
+    if bool(about.get("ranking")) != (stage in ("dpo", "rm")):
+        c.refuse(f"{name} is not of pairs, or the stage {stage} does not learn from pairs", key)
     moved = [own for own in ("system", "tools") if columns.get(own, own) != own]
     if moved:
         c.refuse(f"{name} has its {moved[0]} in the column {columns[moved[0]]}: name the column {moved[0]}", key)
@@ -78,16 +80,47 @@ def _source(c: Conversion, about: Any, folder: Path, key: str, name: str) -> Any
     return (folder / str(about.get("file_name"))).as_posix()
 
 
-def packing(c: Conversion, packed: Any, neat: Any, stage: Any) -> None:
-    packed = packed if packed is not None else stage == "pt"
+TEXT_COLUMNS = {"prompt", "query", "response", "history", "system", "messages", "tools"}
+ANSWER_COLUMNS = {"dpo": {"chosen", "rejected"}, "rm": {"chosen", "rejected"}, "kto": {"kto_tag"}}
+
+
+def _columns(c: Conversion, columns: Mapping[str, str]) -> dict[str, Any]:
+    """The task's options for records of chats."""
+    stage, messages = c.value("stage"), columns.get("messages") or "conversations"
+    if stage == "kto":  # of which the last message is the answer
+        label = columns.get("kto_tag") or "kto_tag"
+        return {"task.prompt_column": None, "task.completion_column": messages, "task.label_column": label}
+    if stage in ("dpo", "rm"):
+        answers = {f"task.{name}_column": columns.get(name) or name for name in ("chosen", "rejected")}
+        return {"task.prompt_column": messages, **answers}
+    return {"task.messages_column": messages}
+
+
+def method(c: Conversion, stage: Any, loss: Any, *others: Any) -> None:
+    loss = "kto" if stage == "kto" else loss or "sigmoid"
+    if stage in ("dpo", "kto") and loss in shared.METHODS:
+        shared.preference(
+            c, shared.METHODS[loss], "pref_loss" if c.given("pref_loss") else "stage",
+            beta="pref_beta", gamma="simpo_gamma", label_smoothing="dpo_label_smoothing",
+            desirable_weight="kto_chosen_weight", undesirable_weight="kto_rejected_weight",
+        )  # fmt: skip
+    elif stage == "dpo":
+        c.refuse(f"{loss} has no counterpart; {', '.join(shared.METHODS)} have", "pref_loss")
+    elif stage == "rm":
+        c.set("task.type", "reward", "stage")
+        c.note("the head is that of a classifier of transformers; LLaMA-Factory's is its own, with a bias", "stage")
+    elif stage not in ("sft", "pt"):
+        c.refuse(f"the stage {stage} is not imported; pt, sft, rm, dpo and kto are", "stage")
+    c.no_effect("the datasets say what is trained", "stage")
+    c.no_effect("the stage does not use it", *c.names[1:])
+
+
+def packing(c: Conversion, packed: Any, neat: Any) -> None:
+    packed = packed if packed is not None else c.value("stage") == "pt"
     c.set("data.batching", "packed" if packed or neat else "padded", "packing", "neat_packing")
     if packed and not neat:
         why = "there, samples are joined and cut, and see one another; here they do neither (as with neat_packing)"
         c.note(why, "packing")
-    if stage in ("sft", "pt"):
-        c.no_effect("the datasets say what is trained", "stage")
-    else:
-        c.refuse("only sft and pt are imported", "stage")
 
 
 def lora(c: Conversion, kind: Any, rank: Any, alpha: Any, dropout: Any, modules: Any, train: Any, rslora: Any) -> None:
@@ -129,10 +162,11 @@ def quantized(c: Conversion, bits: Any, method: Any, kind: Any, double: Any) -> 
 
 
 RULES: dict[str, Rule] = {
+    "stage pref_loss pref_beta simpo_gamma dpo_label_smoothing kto_chosen_weight kto_rejected_weight": method,
     "pure_bf16": weights,
     "bf16 fp16": lambda c, *values: shared.precision(c, values[0] or c.value("pure_bf16"), values[1]),
     "dataset eval_dataset dataset_dir val_size max_samples": datasets,
-    "packing neat_packing stage": packing,
+    "packing neat_packing": packing,
     "finetuning_type lora_rank lora_alpha lora_dropout lora_target additional_target use_rslora": lora,
     "use_dora": shared.dora,
     "quantization_bit quantization_method quantization_type double_quantization": quantized,

@@ -242,7 +242,8 @@ def set_lora(c: Conversion, rank: Any, alpha: Any, dropout: Any, modules: Any, t
     names = c.names[-6:]
     c.set("lora.rank", steps(rank), names[0])
     c.set("lora.alpha", float(alpha), names[1])
-    c.set("lora.dropout", float(dropout or 0), names[2])
+    is_preference = c.settings.get("task.type") == "preference"
+    c.set("lora.dropout", 0.0 if is_preference else float(dropout or 0), names[2])
     c.set("lora.rslora", bool(rslora), names[5])
     c.set("lora.train", listed(train), names[4])
     if isinstance(modules, str) and re.search(r"[\\()|*^$]", modules):
@@ -250,6 +251,37 @@ def set_lora(c: Conversion, rank: Any, alpha: Any, dropout: Any, modules: Any, t
         return
     found = ["linear" if name in ("all", "all-linear") else name for name in listed(modules)]
     c.set("lora.modules", "linear" if found == ["linear"] else found or "attention", names[3], *c.names[1:-6])
+
+
+METHODS = {"sigmoid": "dpo", "dpo": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
+"""Losses of preferences, as the trainers call them, and as ``task.method`` does."""
+OF_METHODS = {
+    "dpo": ("beta", "label_smoothing"),
+    "simpo": ("beta", "gamma"),
+    "kto": ("beta", "desirable_weight", "undesirable_weight"),
+}
+"""The options of ``task`` that each method has; those not named have ``beta`` alone."""
+ABOUT_METHODS = {
+    "orpo": "TRL's ORPO also learns the prompt, and averages over the tokens of a batch; here, over those of an answer",
+    "kto": "the divergence is estimated from each batch there, and here from the global batch",
+    "simpo": "with cpo_alpha, SimPO also learns the better answer, which has no counterpart: set it to 0",
+}
+
+
+def preference(c: Conversion, method: str, key: str, **options: str) -> None:
+    """The task ``preference``. ``key`` names the method, and ``options`` the key of each option of the task."""
+    c.set("task.type", "preference", key)
+    c.set("task.method", method, key)
+    for option, name in options.items():
+        if option in OF_METHODS.get(method, ("beta",)) and c.value(name) is not None:
+            c.set(f"task.{option}", float(c.value(name)), name)
+        else:
+            c.no_effect(f"{method} does not have it", name)
+    c.note("dropout is off there; here lora.dropout is 0, and a model keeps its own (in config.json)", key)
+    if method == "simpo" and not is_off(c.value("cpo_alpha")):
+        c.refuse(ABOUT_METHODS[method], "cpo_alpha", key)
+    elif method != "simpo" and method in ABOUT_METHODS:
+        c.note(ABOUT_METHODS[method], key)
 
 
 def has_adapters(c: Conversion) -> bool:

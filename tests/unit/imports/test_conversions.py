@@ -376,7 +376,7 @@ def test_no_key_has_two_rules() -> None:
 
 def test_a_refusal_lists_every_reason_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "dpo.yaml").write_text(
-        "base_model: a/b\nsequence_len: 64\nrl: dpo\nlearning_rate: 1e-4\nload_in_4bit: true\nlora_fancy: 3\n"
+        "base_model: a/b\nsequence_len: 64\nrl: grpo\nlearning_rate: 1e-4\nload_in_4bit: true\nlora_fancy: 3\n"
         "datasets:\n  - path: a/c\n    type: chatml.intel\n",
         encoding="utf-8",
     )

@@ -11,6 +11,9 @@ from drawbar.imports.reading import read_keys
 HF = "model_name_or_path: m\n"
 AXOLOTL = "base_model: m/llama\nlearning_rate: 1e-4\ndatasets: [{path: a/b, type: alpaca}]\n"
 QLORA = "adapter: qlora\nlora_r: 8\nlora_alpha: 16\nlora_target_linear: true\n"
+DPO = AXOLOTL.replace("type: alpaca", "type: chat_template.default, field_messages: turns") + "rl: dpo\n"
+ORPO = AXOLOTL.replace("type: alpaca", "type: chat_template.argilla") + "rl: orpo\norpo_alpha: 0.2\n"
+SIMPO = DPO.replace("rl: dpo", "rl: simpo") + "simpo_gamma: 0.7\n"
 LF = "model_name_or_path: m/llama3\ntemplate: llama3\nfinetuning_type: full\n"
 
 
@@ -82,6 +85,24 @@ def converted(source: str, text: str, folder: Path, suffix: str = ".yaml") -> Co
             "optim.lr",
             5e-5,
         ),
+        ("axolotl", DPO, "task.method", "dpo"),
+        ("axolotl", DPO, "task.prompt_column", "turns"),
+        ("axolotl", DPO + "rl_beta: 0.3\norpo_alpha: 0.4", "task.beta", 0.3),
+        ("axolotl", DPO + "dpo_label_smoothing: 0.1", "task.label_smoothing", 0.1),
+        ("axolotl", DPO + QLORA + "lora_dropout: 0.1", "lora.dropout", 0.0),
+        ("axolotl", ORPO, "task.beta", 0.2),
+        ("axolotl", ORPO, "task.prompt_column", None),
+        ("axolotl", SIMPO + "cpo_alpha: 0", "task.gamma", 0.7),
+        ("huggingface", HF + "loss_type: sigmoid\nbeta: 0.2", "task.beta", 0.2),
+        ("huggingface", HF + "loss_type: [ipo]\nbeta: 0.2", "task.method", "ipo"),
+        ("huggingface", HF + "beta: 0.2\nloss_type: sigmoid", "optim.lr", 1e-6),
+        ("huggingface", HF + "desirable_weight: 1.5", "task.method", "kto"),
+        ("huggingface", HF + "undesirable_weight: 1.5", "task.undesirable_weight", 1.5),
+        ("huggingface", HF + "loss_type: simpo\nbeta: 2\ncpo_alpha: 0", "task.method", "simpo"),
+        ("llama_factory", LF + "stage: dpo", "task.method", "dpo"),
+        ("llama_factory", LF + "stage: dpo\npref_loss: orpo\npref_beta: 0.2", "task.beta", 0.2),
+        ("llama_factory", LF + "stage: kto\nkto_chosen_weight: 2", "task.desirable_weight", 2),
+        ("llama_factory", LF + "stage: rm", "task.type", "reward"),
         ("llama_factory", LF, "data.sequence_length", 2048),
         ("llama_factory", LF, "parallel.activation_checkpointing", "full"),
         ("llama_factory", LF + "stage: pt", "data.batching", "packed"),
@@ -106,6 +127,16 @@ def test_a_value_means_this(source: str, text: str, setting: str, value: Any, tm
         ("huggingface", HF + "train_file: a.txt", "train_file"),
         ("huggingface", HF + "deepspeed: absent.json", "deepspeed"),
         ("huggingface", HF + "beta: 0.1", "beta"),
+        ("huggingface", HF + "loss_type: nll\nbeta: 0.1", "beta"),
+        ("huggingface", HF + "loss_type: simpo\nbeta: 2", "loss_type"),
+        ("huggingface", HF + "loss_type: [sigmoid, sft]", "loss_type"),
+        ("axolotl", AXOLOTL + "rl: dpo", "datasets[0].type"),
+        ("axolotl", AXOLOTL + "rl: grpo", "rl"),
+        ("axolotl", DPO + "dpo_loss_type: [hinge]", "dpo_loss_type"),
+        ("axolotl", SIMPO, "rl"),
+        ("axolotl", AXOLOTL + "reward_model: true", "reward_model"),
+        ("llama_factory", LF + "stage: ppo", "stage"),
+        ("llama_factory", LF + "stage: dpo\npref_loss: hinge", "pref_loss"),
         ("axolotl", AXOLOTL + "train_on_inputs: true", "train_on_inputs"),
         ("axolotl", AXOLOTL + "val_set_size: 100", "val_set_size"),
         ("axolotl", AXOLOTL + "optimizer: lion_8bit", "optimizer"),
@@ -157,19 +188,40 @@ def test_toml_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "refused"),
+    ("stage", "dataset", "refused"),
     [
-        ("chats", False),
-        ("openai", False),
-        ("odd", True),
-        ("facts", True),
-        ("absent", True),
-        ("moved", True),
-        ("part", True),
+        ("sft", "chats", False),
+        ("sft", "openai", False),
+        ("sft", "odd", True),
+        ("sft", "facts", True),
+        ("sft", "absent", True),
+        ("sft", "moved", True),
+        ("sft", "part", True),
+        ("dpo", "pairs", False),
+        ("rm", "pairs", False),
+        ("sft", "pairs", True),
+        ("dpo", "chats", True),
+        ("kto", "judged", False),
+        ("sft", "judged", True),
     ],
 )
-def test_datasets_of_llama_factory(dataset: str, refused: bool, tmp_path: Path) -> None:
+def test_datasets_of_llama_factory(stage: str, dataset: str, refused: bool, tmp_path: Path) -> None:
     """Chats of the usual roles are read; instructions, other roles and unknown names are refused."""
     folder = Path(__file__).parent / "files" / "datasets"
-    found = converted("llama_factory", f"{LF}dataset: {dataset}\ndataset_dir: {folder}", tmp_path)
+    found = converted("llama_factory", f"{LF}stage: {stage}\ndataset: {dataset}\ndataset_dir: {folder}", tmp_path)
     assert ("dataset" in [entry.key for entry in found.refusals]) == refused
+
+
+@pytest.mark.parametrize(
+    ("stage", "dataset", "columns"),
+    [
+        ("dpo", "pairs", {"prompt_column": "asked", "chosen_column": "chosen", "rejected_column": "worse"}),
+        ("rm", "pairs", {"prompt_column": "asked", "chosen_column": "chosen", "rejected_column": "worse"}),
+        ("kto", "judged", {"prompt_column": None, "completion_column": "messages", "label_column": "good"}),
+    ],
+)
+def test_columns_of_preferences(stage: str, dataset: str, columns: dict[str, Any], tmp_path: Path) -> None:
+    folder = Path(__file__).parent / "files" / "datasets"
+    text = f"{LF}stage: {stage}\ndataset: {dataset}\ndataset_dir: {folder}"
+    found = converted("llama_factory", text, tmp_path).settings
+    assert {name: found[f"task.{name}"] for name in columns} == columns
