@@ -41,6 +41,12 @@ def prepare_run(config: RunConfig, task_type: type[Task] | None, show: int = 0) 
     Raises:
         UserError: as for the run itself; or there is nothing to prepare.
     """
+    if show and config.data.streaming:
+        raise UserError(
+            "--show prints rows of prepared data, and streamed data is encoded while it is read",
+            where="data.streaming",
+            remedy="add data.streaming=false and data.limit.train=1000 to this command",
+        )
     rank_info = RankInfo()
     console = make_console(rank_info.is_rank0)
     start_logging(rank_info.rank, console.logging_handler())

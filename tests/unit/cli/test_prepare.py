@@ -166,6 +166,8 @@ def test_a_stream_is_not_prepared(project: Path) -> None:
     assert not [name for name in cached(project) if name.startswith("train")]
     done = prepare(project, "data.streaming=true", "data.validation=null", "eval.every=null", code=2)
     check_one_message(done.out + done.err, "nothing to prepare", "data.streaming")
+    done = prepare(project, "data.streaming=true", "--show", "1", code=2)
+    check_one_message(done.out + done.err, "--show", "data.streaming")
 
 
 def test_a_validation_share_and_test_data(project: Path) -> None:
