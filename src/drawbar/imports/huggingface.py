@@ -142,14 +142,16 @@ def texts(c: Conversion, text: Any, answers: Any, completions: Any, packed: Any,
 def preference(c: Conversion, loss: Any, beta: Any, smoothing: Any, alpha: Any, *others: Any) -> None:
     """TRL's DPO, KTO, and CPO as SimPO. No key of ORPO's is its own."""
     loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
-    method = "kto" if any(c.given(name) for name in c.names[5:7]) else shared.METHODS.get(str(loss))
+    is_kto = any(c.given(name) for name in c.names[5:7])
+    method = "kto" if is_kto and loss in (None, "kto") else None if is_kto else shared.METHODS.get(str(loss))
     if loss in (None, "nll") and beta is None and method is None:
         c.no_effect("it is so by default")
     elif method is None:
         c.refuse(
-            "no key says whether the file is for DPO, KTO, SimPO or something else: add loss_type: sigmoid for DPO, "
-            "desirable_weight: 1.0 for KTO, or loss_type: simpo, if it is for one of these",
+            "no key says that the file is for DPO (loss_type: sigmoid), IPO (ipo), KTO (desirable_weight, and no "
+            "loss_type but kto) or SimPO (loss_type: simpo): add it, if it is for one of these",
             *c.names[:2],
+            *c.names[5:],
         )
     else:
         key = c.names[0] if c.given(c.names[0]) else c.names[5] if c.given(c.names[5]) else c.names[6]
@@ -158,7 +160,8 @@ def preference(c: Conversion, loss: Any, beta: Any, smoothing: Any, alpha: Any, 
         shared.preference(c, method, key, **options)
         if method == "simpo" and not is_off(smoothing):
             c.refuse("remove it, and set task.label_smoothing after the import", c.names[2])
-        c.no_effect(f"{method} does not have it", "cpo_alpha")
+        if method != "simpo" and c.given("cpo_alpha"):
+            c.refuse("it says that the file is for CPO, of which only SimPO has a counterpart", "cpo_alpha")
 
 
 def template(c: Conversion, text: Any) -> None:
