@@ -4,6 +4,7 @@ import json
 import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from itertools import accumulate
@@ -316,13 +317,18 @@ def predict(
     augment: Augment,
     predict_fn: PredictFunction,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    within: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> list[tuple[int, Any]]:
     """(sample, result of ``predict_fn``) of each sample, in any order, on rank 0; on others an empty list. Needs no
-    labels. Args: see ``evaluate``."""
+    labels.
+
+    Args:
+        within: the context of the steps; by default ``engine.evaluating``. For the others see ``evaluate``.
+    """
     world.barrier("predicting")  # as in evaluate()
     predictions: list[tuple[int, Any]] = []
     loader = _loader(engine, task, split, world, micro_batch, augment)
-    with engine.evaluating():
+    with (within or engine.evaluating)():
         for done, micro in enumerate(loader, start=1):
             found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch, predict_fn))
             predictions += found if not micro.is_padding else []

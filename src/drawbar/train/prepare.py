@@ -1,6 +1,7 @@
 """From a configuration to a run that is ready to train: its starting point, its resolved ``auto`` settings, its task,
 data and engine."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -114,7 +115,7 @@ def prepare_run(
         found.save(config.run_dir)
     return Run(
         config, world, stop, console, trackers, task, engine, loader, validation, progress, total_steps, shares_disk,
-        lock, partial(_make_run_dir, resolved.written, task),
+        lock, partial(_make_run_dir, resolved.written, task, (train, validation)),
         uncompiled_step_fits=found is not None,
     )  # fmt: skip
 
@@ -186,9 +187,8 @@ def _open_directory(
         check_space(folder, required_bytes(checkpoint_bytes(engine), config.checkpoint.keep, saved))
         lock.take()
         _write_files(config, task, start)
-        for split in (train, validation):
-            if split is not None:
-                save_reference(split, folder)
+        for split in filter(None, (train, validation)):
+            save_reference(split, folder)
         if train is not None:
             save_first_samples(task, train, folder)
         checkpoints.remove_leftovers()
@@ -207,12 +207,14 @@ def _write_files(config: RunConfig, task: Task, start: RunStart) -> None:
     save_task(task, config.run_dir)
 
 
-def _make_run_dir(config: RunConfig, task: Task, name: str) -> Path:
+def _make_run_dir(config: RunConfig, task: Task, splits: Iterable[Split | None], name: str) -> Path:
     """The directory of another run with the same settings. Raises UserError if the disk does not take it."""
     config = renamed(config, name)
     try:
         config.run_dir.mkdir(parents=True)
         _write_files(config, task, RunStart())
+        for split in filter(None, splits):
+            save_reference(split, config.run_dir)
     except OSError as error:
         raise UserError(
             f"the run's directory is lost, and another one cannot be made: {error.strerror}",

@@ -18,6 +18,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode, UserError
 from drawbar.evaluation.scoring import Split, predict
+from drawbar.parallel.fsdp import free_gathered
 from drawbar.runtime.log import logger
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console
@@ -47,7 +48,8 @@ def with_reference(
         kept_in: the directory of the run whose reference model it is; None for a run that begins.
 
     Raises:
-        UserError: the fields are not in the run directory, and there is no engine with the weights that were asked.
+        UserError: the fields are not in the run directory, and there is no engine with the weights that were asked, or
+            nothing that tells whether it has them.
     """
     if not task.uses_reference:
         return split
@@ -61,7 +63,7 @@ def with_reference(
                 remedy="use `drawbar eval` or `drawbar predict`, which open both",
             )
         if kept_in is not None:
-            _check_is_reference(task, engine, world, kept_in)
+            _check_is_reference(task, engine, world, _path(kept_in, "train"))
         fields = _compute(task, split, config, world, console, engine)
     return replace(split, samples=split.samples.with_numbers(fields), reference=fields)
 
@@ -80,12 +82,18 @@ def save_reference(split: Split, run_dir: Path) -> None:
         write_atomically(_path(run_dir, split.name), content)
 
 
-def _check_is_reference(task: Task, engine: Engine, world: Distributed, run_dir: Path) -> None:
-    """Ask the model about a sample that the run's reference model was asked about. Raises UserError if it says
-    something else."""
-    kept = world.from_rank0(lambda: _read(_path(run_dir, "train"), None), "reading what the reference model said")
+def _check_is_reference(task: Task, engine: Engine, world: Distributed, path: Path) -> None:
+    """Ask the model about a sample that the run's reference model was asked about, by the file ``path``. Raises
+    UserError if it says something else, or the file is lost."""
+    kept = world.from_rank0(lambda: _read(path, None), "reading what the reference model said")
     if kept is None:
-        return
+        raise UserError(
+            "what the reference model said is lost, and another model than that one would train for something else",
+            where=str(path),
+            remedy="restore the file from a copy of the run directory; or begin another run with --fork, whose "
+            "reference model is the checkpoint that it begins with",
+            exit_code=ExitCode.FAILED,
+        )
     sample = {name.removeprefix(_PROBE): value for name, value in kept.items() if name.startswith(_PROBE)}
     batch = task.collate([{**sample, "id": 0, "ids": [0]}])
     (said,) = engine.predict_step(batch, task.reference_fields)
@@ -107,7 +115,8 @@ def _compute(
     logger.info("%s", what)
     how = eval_batching(task, split, config)
     progress = partial(console.phase, what)
-    found = predict(engine, task, split, world, *how, task.reference_fields, progress)
+    own_weights = partial(free_gathered, engine.module)  # not their averages: training goes on from the weights
+    found = predict(engine, task, split, world, *how, task.reference_fields, progress, own_weights)
 
     def columns() -> dict[str, NDArray[Any]]:
         rows = [fields for _, fields in sorted(found, key=lambda pair: pair[0])]
@@ -136,5 +145,5 @@ def _read(path: Path | None, fingerprint: str | None) -> dict[str, NDArray[Any]]
     except FileNotFoundError:
         pass
     except (OSError, SafetensorError) as error:
-        logger.warning("%s cannot be read, and is made anew: %s", path, error)
+        logger.warning("%s cannot be read: %s", path, error)
     return None

@@ -22,14 +22,14 @@ from drawbar.util.best_score import BEST_FILE
 CONFIG = "config.yaml"
 _BEST = f"checkpoints/{BEST_FILE}"
 _INDEX = "run-files.json"
-_FIXED = ("task.json", SCRIPT_FILE, "tokenizer/*", f"{INITIAL_MODEL}/*")
+_FIXED = ("task.json", SCRIPT_FILE, "reference-*.safetensors", "tokenizer/*", f"{INITIAL_MODEL}/*")
 """Files that never change during a run. Their checksums are in the index, and are verified after a download."""
 _CHANGING = (CONFIG, ORIGIN_FILE, MICRO_BATCH_FILE, "metrics.jsonl", "tracking/*.json", _BEST)
 """Files that a run rewrites. They have no checksums. A run takes only the micro-batch size, ``eval.mode`` and the best
 checkpoint from them; the rest is compared with the run's own settings and devices, tells trackers which run to resume,
 or is read by people."""
 _FIXED_NAME = re.compile(
-    rf"task\.json|{re.escape(SCRIPT_FILE)}|(tokenizer|{re.escape(INITIAL_MODEL)})/[A-Za-z0-9_][A-Za-z0-9._-]*"
+    rf"task\.json|{re.escape(SCRIPT_FILE)}|reference-[A-Za-z0-9_-]+\.safetensors|(tokenizer|{re.escape(INITIAL_MODEL)})/[A-Za-z0-9_][A-Za-z0-9._-]*"
 )
 _CHANGING_NAME = re.compile(
     rf"{re.escape(ORIGIN_FILE)}|{re.escape(MICRO_BATCH_FILE)}|metrics\.jsonl|tracking/[A-Za-z0-9_][A-Za-z0-9._-]*\.json"

@@ -167,19 +167,63 @@ def test_packed_rows_hold_whole_pairs(folder: Path) -> None:
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_a_resumed_run_asks_its_own_reference(method: str, folder: Path) -> None:
-    """Also where the file with its answers is lost: the reference is not the model of the checkpoint."""
-    for name in ("through", "halved", "bereft"):
-        step = 4 if name == "through" else 2
+    """And no other, where the file with its answers is lost or damaged."""
+    for name, step in (("through", 4), ("halved", 2)):
         fit_in(folder, *METHODS[method], f"run.name={method}-{name}", f"train.steps={step}")
-    kept = load_file(folder / "runs" / f"{method}-bereft" / "reference-train.safetensors")
-    (folder / "runs" / f"{method}-bereft" / "reference-train.safetensors").unlink()
-    for name in ("halved", "bereft"):
-        fit_in(folder, *METHODS[method], f"run.name={method}-{name}", "train.steps=4")
-        assert losses(folder / "runs" / f"{method}-{name}") == losses(folder / "runs" / f"{method}-through")
-    again = load_file(folder / "runs" / f"{method}-bereft" / "reference-train.safetensors")
-    assert {name: values.tolist() for name, values in kept.items()} == {
-        name: values.tolist() for name, values in again.items()
-    }
+    path = folder / "runs" / f"{method}-halved" / "reference-train.safetensors"
+    kept = path.read_bytes()
+    for damage in (lambda: path.unlink(), lambda: path.write_bytes(kept[:100])):
+        damage()
+        with pytest.raises(UserError, match="what the reference model said is lost"):
+            fit_in(folder, *METHODS[method], f"run.name={method}-halved", "train.steps=4")
+    path.write_bytes(kept)
+    fit_in(folder, *METHODS[method], f"run.name={method}-halved", "train.steps=4")
+    assert losses(folder / "runs" / f"{method}-halved") == losses(folder / "runs" / f"{method}-through")
+
+
+class Deleted(drawbar.Callback):
+    """Deletes the run directory at a step."""
+
+    def __init__(self, run_dir: Path, step: int) -> None:
+        self.run_dir, self.step = run_dir, step
+
+    def on_step(self, run: Any, info: Any) -> None:
+        if info.step == self.step:
+            shutil.rmtree(self.run_dir)
+
+
+def taught(folder: Path, name: str, *settings: str) -> None:
+    """A language model of 4 steps, and the name of its run for forks."""
+    write_lines(folder / "texts.jsonl", [{"text": one["prompt"] + one["chosen"]} for one in PAIRS])
+    of_texts = ("task.type=causal_lm", "data.train=texts.jsonl", "data.validation=null", f"run.name={name}")
+    fit_in(folder, *of_texts, "train.steps=4", *settings)
+
+
+def test_the_reference_of_a_fork_is_where_its_checkpoints_are(folder: Path) -> None:
+    """In the store, from which another machine goes on, and in the directory of a run that has lost its own."""
+    taught(folder, "base")
+    loaded = ("run.name=base", "data.validation=null")
+    fit_in(folder, *loaded, "train.steps=8", fork="whole")
+    whole = losses(folder / "runs" / "whole")
+    remote = f"checkpoint.remote={(folder / 'store').as_uri()}"
+    fit_in(folder, *loaded, remote, "train.steps=6", fork="moved")
+    shutil.rmtree(folder / "runs" / "moved")
+    fit_in(folder, "data.validation=null", remote, "run.name=moved", "train.steps=8")
+    found = losses(folder / "runs" / "moved")
+    assert {step: found[step] for step in (7, 8)} == {step: whole[step] for step in (7, 8)}
+    deletes = Deleted(folder / "runs" / "gone", 7)
+    with pytest.raises(UserError, match="gone"):
+        fit_in(folder, *loaded, "checkpoint.every=1", "train.steps=8", fork="gone", callbacks=[deletes])
+    (rescued,) = (folder / "runs").glob("gone-rescued*")
+    fit_in(folder, "data.validation=null", "checkpoint.every=1", f"run.name={rescued.name}", "train.steps=8")
+    assert losses(rescued)[8] == whole[8]
+
+
+def test_a_reference_is_the_weights_and_not_their_average(folder: Path) -> None:
+    taught(folder, "averaged", "optim.ema=0.9", "optim.lr=0.01")
+    fit_in(folder, "run.name=averaged", "optim.ema=0.9", "optim.lr=0.01", "train.steps=5", "data.validation=null",
+           fork="averaged-on")  # fmt: skip
+    assert losses(folder / "runs" / "averaged-on")[5] == pytest.approx(math.log(2), abs=1e-6)
 
 
 def reference_of(run: Path) -> list[float]:
@@ -197,10 +241,7 @@ def other_model(folder: Path, name: str) -> Path:
 
 def test_a_fork_compares_with_what_it_begins_with(folder: Path) -> None:
     """Of a run without a reference model; a fork of one that has such keeps it."""
-    texts = [{"text": one["prompt"] + one["chosen"]} for one in PAIRS]
-    write_lines(folder / "texts.jsonl", texts)
-    of_texts = ("task.type=causal_lm", "data.train=texts.jsonl", "data.validation=null", "run.name=taught")
-    fit_in(folder, *of_texts, "train.steps=4")
+    taught(folder, "taught")
     loaded = ("run.name=taught", "train.steps=6", "data.validation=null")
     assert fit_in(folder, *loaded, fork="forked").progress.step == 6
     first = losses(folder / "runs" / "forked")[5]
