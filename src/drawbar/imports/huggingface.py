@@ -144,7 +144,8 @@ def preference(c: Conversion, loss: Any, beta: Any, smoothing: Any, alpha: Any, 
     loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
     is_kto = any(c.given(name) for name in c.names[5:7])
     method = "kto" if is_kto and loss in (None, "kto") else None if is_kto else shared.METHODS.get(str(loss))
-    if loss in (None, "nll") and beta is None and method is None:
+    keeps_dropout = c.value("disable_dropout") is False
+    if loss in (None, "nll") and beta is None and method is None and others[-1] is None:
         c.no_effect("it is so by default")
     elif method is None:
         c.refuse(
@@ -160,6 +161,9 @@ def preference(c: Conversion, loss: Any, beta: Any, smoothing: Any, alpha: Any, 
         shared.preference(c, method, key, **options)
         if method == "simpo" and not is_off(smoothing):
             c.refuse("remove it, and set task.label_smoothing after the import", c.names[2])
+        if keeps_dropout:
+            c.refuse("remove it, and set lora.dropout after the import", "disable_dropout")
+        c.no_effect("lora.dropout is 0", "disable_dropout")
         if method != "simpo" and c.given("cpo_alpha"):
             c.refuse("it says that the file is for CPO, of which only SimPO has a counterpart", "cpo_alpha")
 
@@ -196,7 +200,8 @@ def revision(c: Conversion, name: Any) -> None:
 
 
 RULES: dict[str, Rule] = {
-    "loss_type beta label_smoothing cpo_alpha simpo_gamma desirable_weight undesirable_weight": preference,
+    "loss_type beta label_smoothing cpo_alpha simpo_gamma desirable_weight undesirable_weight "
+    "disable_dropout": preference,
     "task_name": glue,
     "source_lang target_lang text_column summary_column": translation,
     "text_column_name label_column_name": words,

@@ -35,6 +35,7 @@ def datasets(c: Conversion, train: Any, held: Any, folder: Any, share: Any, most
         c.no_effect("the folder of the datasets", "dataset_dir")
     if not is_off(share) and float(share) < 1:
         c.set("data.validation_share", float(share), "val_size")
+        c.note("the same share, of other records: the content of a record decides", "val_size")
     elif not is_off(share):
         c.refuse("a number of records: write the share of the records that it is", "val_size")
     if not is_off(most) and "," in str(train):

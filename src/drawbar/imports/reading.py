@@ -66,7 +66,7 @@ def read_keys(path: Path) -> KeyFile:
     text = read_text(path)
     try:
         found = readers[path.suffix](path, text)
-    except (YAMLError, ValueError) as error:
+    except (YAMLError, ValueError, RecursionError) as error:
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
         line = f":{mark.line + 1}" if mark else ""
         what = (error.problem if isinstance(error, MarkedYAMLError) else str(error)) or "it cannot be parsed"
@@ -95,7 +95,8 @@ def _yaml_lines(tree: Any, key: str) -> Iterator[tuple[str, int]]:
             yield from _yaml_lines(inner, below)
     elif isinstance(tree, CommentedSeq):
         for number, inner in enumerate(tree):
-            yield f"{key}[{number}]", tree.lc.item(number)[0] + 1
+            # entries of a list with a tag have no place of their own
+            yield f"{key}[{number}]", (tree.lc.data or {}).get(number, [tree.lc.line])[0] + 1
             yield from _yaml_lines(inner, f"{key}[{number}]")
 
 

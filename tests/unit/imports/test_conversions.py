@@ -415,6 +415,8 @@ def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
         ("a.toml", "a = \n", "Invalid value"),
         ("a.json", "{", "Expecting"),
         ("a.yaml", "- 1\n", "no keys"),
+        ("a.yaml", "!x [a]\n", "no keys"),
+        ("a.yaml", "a: " + "[" * 3000, "recursion"),
         ("a.yaml", "some: thing\n", "whose file"),
         ("a.yaml", "base_model: m\nlearning_rate: fast\ndatasets: [{path: a/b, type: alpaca}]\n", "optim.lr"),
         ("a.yaml", "model_name_or_path: m\nlr_scheduler_type: rex\n", "rex"),

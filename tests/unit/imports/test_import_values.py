@@ -130,6 +130,8 @@ def test_a_value_means_this(source: str, text: str, setting: str, value: Any, tm
         ("huggingface", HF + "loss_type: nll\nbeta: 0.1", "beta"),
         ("huggingface", HF + "loss_type: simpo\nbeta: 2", "loss_type"),
         ("huggingface", HF + "loss_type: simpo", "loss_type"),
+        ("huggingface", HF + "max_length: 9\ndisable_dropout: true", "disable_dropout"),
+        ("huggingface", HF + "loss_type: sigmoid\ndisable_dropout: false", "disable_dropout"),
         ("huggingface", HF + "loss_type: [sigmoid, sft]", "loss_type"),
         ("huggingface", HF + "loss_type: sigmoid\ncpo_alpha: 1.0", "cpo_alpha"),
         ("huggingface", HF + "desirable_weight: 1.0\nloss_type: apo_zero_unpaired", "loss_type"),
@@ -182,6 +184,11 @@ def test_what_is_refused_says_its_key(tmp_path: Path) -> None:
     assert [entry.text for entry in found if entry.key == "adapter"] == [
         "an adapter needs lora_r and lora_alpha: axolotl has no defaults for them"
     ]
+
+
+def test_lists_with_tags(tmp_path: Path) -> None:
+    text = AXOLOTL + "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_modules: !!python/tuple [q_proj, v_proj]\n"
+    assert converted("axolotl", text, tmp_path).settings["lora.modules"] == ["q_proj", "v_proj"]
 
 
 def test_toml_lines(tmp_path: Path) -> None:
