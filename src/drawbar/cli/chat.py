@@ -49,23 +49,24 @@ def chat(
     with quick_imports():
         from drawbar.commands.trained_run import TrainedRun
         from drawbar.runtime.seed import seed_everything
+        from drawbar.tasks.causal_lm import DecoderTask
 
     loaded = load_run(run, ("launch.nproc=1",), task)
-    keeps_messages = getattr(loaded.config.task, "messages_column", None) is not None
+    trained = TrainedRun(loaded.config, task, checkpoint)
+    keeps_messages = getattr(trained.task, "reads_chats", False)
     if system is not None and not keeps_messages:
         raise UserError(
             "this run has learned no chats, so there is no system message",
             where="--system",
             remedy="leave it out: each line is a prompt of its own",
         )
-    trained = TrainedRun(loaded.config, task, checkpoint)
     seed_everything(seed)
     if keeps_messages:
         _talk(trained, [{"role": "system", "content": system}] if system is not None else [], sampling)
     else:
         click.echo("this run has learned no chats: each line is a prompt of its own", err=True)
         for line in _lines():
-            _answer(trained, _as_prompt(loaded.config.task, line), sampling)
+            _answer(trained, trained.task.question(line) if isinstance(trained.task, DecoderTask) else line, sampling)
     return 0
 
 
@@ -79,13 +80,6 @@ def _talk(trained: "TrainedRun", begin: list[dict[str, str]], sampling: dict[str
         answer = _answer(trained, asked, sampling)
         if answer is not None:
             messages = [*asked, {"role": "assistant", "content": answer}]
-
-
-def _as_prompt(options: Any, line: str) -> Any:
-    from drawbar.cli.prompts import as_instruction
-    from drawbar.tasks.messages import reads_alpaca
-
-    return as_instruction(line) if reads_alpaca(options) else line
 
 
 def _lines() -> Iterator[str]:

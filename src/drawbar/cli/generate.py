@@ -110,10 +110,12 @@ def generate(
 
     loaded = load_run(run, ("launch.nproc=1",), task)
     path = None if output is None else check_output(output, overwrite, TEXTS)
-    messages_column = None if raw else getattr(loaded.config.task, "messages_column", None)
+    trained = TrainedRun(loaded.config, task, checkpoint)
+    is_chat = not raw and getattr(trained.task, "reads_chats", False)
+    messages_column = (getattr(loaded.config.task, "messages_column", None) or "messages") if is_chat else None
     rename = loaded.config.data.rename or {}
     is_alpaca = not raw and reads_alpaca(loaded.config.task)
-    ask = as_messages if messages_column is not None else as_instruction if is_alpaca else None
+    ask = as_messages if is_chat else as_instruction if is_alpaca else None
     all_prompts = [*prompts, *(read_prompts(input_file, messages_column, rename, is_alpaca) if input_file else [])]
     if not all_prompts and ask is not None:
         raise UserError(
@@ -123,7 +125,6 @@ def generate(
         )
     all_prompts = all_prompts or [""]  # the beginning of a document
     asked = all_prompts if ask is None else [ask(prompt) for prompt in all_prompts]
-    trained = TrainedRun(loaded.config, task, checkpoint)
     seed_everything(seed)
     texts = trained.generate(
         asked, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, beams=beams

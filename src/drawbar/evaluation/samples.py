@@ -38,11 +38,16 @@ def write_samples(
             where="eval.samples",
             remedy="give a number, to see predictions; or leave it out",
         )
-    prompts: list[Prompt] = list(wanted) if isinstance(wanted, list) else _first_prompts(engine, task, split, wanted)
+    prompts: list[Prompt]
+    if isinstance(wanted, list):
+        titles, prompts = wanted, [task.question(text) for text in wanted]
+    else:
+        prompts = _first_prompts(engine, task, split, wanted)
+        titles = list(map(_last_text, prompts))
     sampling = Sampling(max_new_tokens=section.sample_tokens, temperature=0.0)
     with engine.evaluating():
         texts = generate_text(engine, task.tokenizer, prompts, sampling)
-    return [WrittenText(_last_text(prompt), text) for prompt, text in zip(prompts, texts, strict=True)]
+    return [WrittenText(title, text) for title, text in zip(titles, texts, strict=True)]
 
 
 def _first_prompts(engine: Engine, task: DecoderTask, split: Split, count: int) -> list[Prompt]:

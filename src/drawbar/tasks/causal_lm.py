@@ -84,6 +84,12 @@ class DecoderTask(PretrainedTask):
         """What to ask a model to see what it makes of a record: a text, or a record with the ``messages`` of a chat."""
         raise NotImplementedError
 
+    def question(self, text: str) -> str | list[dict[str, Any]]:
+        """The prompt that asks a model something as its training data do: the messages of a chat, or a text."""
+        if self.reads_chats:
+            return [{"role": "user", "content": text}]
+        return alpaca_prompt(text, None) if reads_alpaca(self.config) else text
+
     def tokenizer_options(self) -> dict[str, Any]:
         """Prompts are padded on the left, and may be longer than what was trained on."""
         return {"padding_side": "left", "model_input_names": MODEL_INPUTS}

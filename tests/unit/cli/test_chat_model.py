@@ -46,6 +46,17 @@ train: {global_batch: 8, steps: 1}
 device: cpu
 tracking: {tensorboard: false}
 """
+PREFERRED = """
+run: {name: preferred}
+task: {type: preference, model: runs/chat}
+data: {train: pairs.jsonl, validation: pairs.jsonl, sequence_length: 64}
+train: {global_batch: 8, steps: 1}
+eval: {samples: ["is yes yes?"], sample_tokens: 20}
+optim: {lr: 1.0e-6}
+precision: fp32
+device: cpu
+tracking: {tensorboard: false}
+"""
 SYSTEM = {"role": "system", "content": "be brief"}
 GREEDY = ("--temperature", "0", "--max-new-tokens", "20")
 
@@ -100,9 +111,9 @@ def test_chats_from_a_file_are_answered_as_in_a_prediction(project: Path) -> Non
     assert json.loads((project / "runs/chat/eval/test/scores.json").read_text())["exact_match"] == 1
 
 
-def talk(project: Path, lines: str, *arguments: str) -> list[str]:
+def talk(project: Path, lines: str, *arguments: str, run: str = "chat") -> list[str]:
     with chdir(project):
-        done = CliRunner().invoke(chat, ["runs/chat", *GREEDY, *arguments], input=lines, catch_exceptions=False)
+        done = CliRunner().invoke(chat, [f"runs/{run}", *GREEDY, *arguments], input=lines, catch_exceptions=False)
     assert done.exit_code == 0
     return done.stdout.splitlines()
 
@@ -127,6 +138,23 @@ def test_a_model_that_has_learned_no_chats_continues_each_line(project: Path, tm
     assert len(talk(tmp_path, "yes\nno\n", "--max-new-tokens", "1")) >= 2
     with chdir(tmp_path), pytest.raises(UserError, match="has learned no chats"):
         CliRunner().invoke(chat, ["runs/chat", "--system", "x"], catch_exceptions=False)
+
+
+def test_a_model_that_has_learned_preferences_among_chats_is_asked_so(project: Path) -> None:
+    pairs = [
+        {"prompt": [SYSTEM, question(f"is {good} {good}?")], "chosen": good, "rejected": bad}
+        for good, bad in (("yes", "no"), ("no", "yes")) * 4
+    ]
+    (project / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (project / "preferred.yaml").write_text(PREFERRED)
+    done = run_cli("train", "preferred.yaml", cwd=project)
+    assert done.code == 0, done.err
+    (sample,) = (project / "runs/preferred/eval/validation/samples.jsonl").read_text().splitlines()
+    assert {name: json.loads(sample)[name] for name in ("prompt", "text")} == {"prompt": "is yes yes?", "text": "yes"}
+    done = run_cli("generate", "runs/preferred", *GREEDY, "--prompt", "is no no?", "--input", "test.jsonl", cwd=project)
+    assert done.code == 0, done.err
+    assert [line for line in done.out.splitlines() if line in ("yes", "no")] == ["no", "yes", "no"]
+    assert talk(project, "is yes yes?\n", "--system", "be brief", run="preferred") == ["yes"]
 
 
 def test_nobody_asks(project: Path) -> None:
