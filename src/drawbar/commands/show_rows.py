@@ -48,7 +48,8 @@ def _found(records: Iterable[Mapping[str, Any]], wanted: set[int]) -> dict[int, 
     if isinstance(records, Records):
         numbered = ((found.record, found.where) for found in records.reading())
     else:
-        numbered = ((record, f"record {number}") for number, record in enumerate(records))
+        where = getattr(records, "where", "record {}".format)
+        numbered = ((record, where(number)) for number, record in enumerate(records))
     kept = {}
     for number, one in zip(range(max(wanted) + 1), numbered, strict=False):
         if number in wanted:

@@ -277,12 +277,26 @@ class Preference(PairTask):
     def _is_good(self, record: dict[str, Any]) -> bool:
         column = self.config.label_column
         label = require(record, column, "task.label_column", object)
-        if label not in (True, False):  # 1 and 0 are equal to them
+        is_good = IS_GOOD.get(str(label).strip().lower())
+        if is_good is None:
             raise UserError(
                 f"{column!r} is {label!r}, neither true nor false",
                 remedy="correct the record: true for a good answer, false for a bad one",
             )
-        return bool(label)
+        return is_good
+
+    @property
+    def _has_own_prompt(self) -> bool:
+        """Whether records have prompts; if not, two texts begin with it."""
+        return self.reads_chats or self.is_unpaired or self.config.prompt_column is not None
+
+    def _prompt(self, record: dict[str, Any]) -> str:
+        if self._has_own_prompt:
+            return super()._prompt(record)
+        return _common_beginning(*(self._answer(record, option) for option in self.answer_columns))
+
+    def _sequence(self, record: dict[str, Any], answer: Any) -> tuple[list[int], list[int]]:
+        return super()._sequence(record, answer if self._has_own_prompt else answer.removeprefix(self._prompt(record)))
 
     @property
     def uses_reference(self) -> bool:
@@ -439,6 +453,8 @@ class Reward(PairTask):
         return _pair_scores(records)
 
 
+IS_GOOD = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+"""Labels of ``kto`` as text, as which CSV files have all of them."""
 OTHER_ANSWER = "drawbar_other_answer"
 """The column in which a record of ``kto`` gets the answer of the record before it."""
 
@@ -468,6 +484,12 @@ class _WithOtherAnswers(Sequence[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[index] for index in range(len(self)))
+
+
+def _common_beginning(text: str, other: str) -> str:
+    """What two texts begin with, up to a space, as TRL finds the prompt of such pairs."""
+    shared = list(takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
+    return text[: max((place for place, (sign, _) in enumerate(shared) if sign.isspace()), default=0)]
 
 
 def _as_messages(answer: Any) -> Any:

@@ -18,7 +18,7 @@ from drawbar.data.tokenizer import set_option, train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.tasks.preference import Preference, Reward, dpo_loss, ipo_loss, kto_loss, orpo_loss, simpo_loss
 from drawbar.tasks.task_context import TaskContext
-from harness import run_cli
+from harness import run_cli, wait_until
 from runs import fit_in, losses, scores, weights
 
 CONFIG = """\
@@ -189,7 +189,8 @@ class Deleted(drawbar.Callback):
 
     def on_step(self, run: Any, info: Any) -> None:
         if info.step == self.step:
-            shutil.rmtree(self.run_dir)
+            gone = lambda: shutil.rmtree(self.run_dir, ignore_errors=True) or not self.run_dir.exists()  # noqa: E731
+            wait_until(gone, "the end of the folder")
 
 
 def taught(folder: Path, name: str, *settings: str) -> None:
@@ -203,7 +204,7 @@ def test_the_reference_of_a_fork_is_where_its_checkpoints_are(folder: Path) -> N
     """In the store, from which another machine goes on, and in the directory of a run that has lost its own."""
     taught(folder, "base")
     loaded = ("run.name=base", "data.validation=null")
-    fit_in(folder, *loaded, "train.steps=8", fork="whole")
+    fit_in(folder, *loaded, "train.steps=10", fork="whole")
     whole = losses(folder / "runs" / "whole")
     remote = f"checkpoint.remote={(folder / 'store').as_uri()}"
     fit_in(folder, *loaded, remote, "train.steps=6", fork="moved")
@@ -211,12 +212,14 @@ def test_the_reference_of_a_fork_is_where_its_checkpoints_are(folder: Path) -> N
     fit_in(folder, "data.validation=null", remote, "run.name=moved", "train.steps=8")
     found = losses(folder / "runs" / "moved")
     assert {step: found[step] for step in (7, 8)} == {step: whole[step] for step in (7, 8)}
-    deletes = Deleted(folder / "runs" / "gone", 7)
+    deletes = Deleted(folder / "runs" / "gone", 6)
     with pytest.raises(UserError, match="gone"):
-        fit_in(folder, *loaded, "checkpoint.every=1", "train.steps=8", fork="gone", callbacks=[deletes])
+        fit_in(folder, *loaded, "checkpoint.every=8", "train.steps=10", fork="gone", callbacks=[deletes])
     (rescued,) = (folder / "runs").glob("gone-rescued*")
-    fit_in(folder, "data.validation=null", "checkpoint.every=1", f"run.name={rescued.name}", "train.steps=8")
-    assert losses(rescued)[8] == whole[8]
+    fit_in(folder, "data.validation=null", "checkpoint.every=8", f"run.name={rescued.name}", "train.steps=10")
+    found = losses(rescued)
+    assert 10 in found
+    assert found == {step: whole[step] for step in found}
 
 
 def test_a_reference_is_the_weights_and_not_their_average(folder: Path) -> None:
@@ -397,6 +400,28 @@ def test_columns_inside_of_columns(folder: Path) -> None:
     ]
     with pytest.raises(UserError, match="the record has no 'promt'"):
         texts_of(folder, "typo", PAIRS, "task.type=reward", "task.prompt_column=promt")
+
+
+def test_whole_texts_begin_with_their_prompt(folder: Path) -> None:
+    """As TRL finds it: only what differs is learned."""
+    task = made_task(folder, "task.prompt_column=null")
+    record = {"chosen": "the load and an engine", "rejected": "the load and along"}
+    sample = task.encode(record, train=True)
+    assert sample is not None
+    labels = np.asarray(sample["labels"])
+    assert train_tokenizer(folder).decode(labels[labels >= 0]) == " an engine<|endoftext|> along<|endoftext|>"
+    assert task.prompt_of(record) == "the load and"
+    assert task.encode({"chosen": "engine", "rejected": "and"}, train=True) is not None
+
+
+def test_labels_of_tables_are_texts(folder: Path) -> None:
+    task = made_task(folder, "task.method=kto")
+    for label, is_good in (("1", True), ("0", False), ("True", True), ("false", False), (1.0, True), (0, False)):
+        sample = task.encode({"prompt": "the", "completion": " load", "label": label}, train=True)
+        assert sample is not None
+        assert sample["is_good"] is is_good
+    with pytest.raises(UserError, match="neither true nor false"):
+        task.encode({"prompt": "the", "completion": " load", "label": "2"}, train=True)
 
 
 def test_a_chat_gets_the_answer_to_another_question(folder: Path) -> None:

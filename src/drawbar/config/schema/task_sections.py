@@ -185,8 +185,8 @@ class PairConfig(PretrainedTaskConfig):
     """Options shared by the built-in tasks that learn from pairs of answers."""
 
     prompt_column: Text | None = "prompt"
-    """Key of the prompt: a text, or the messages of a chat. `null`: the answers hold it. Chats without this key begin
-    with it."""
+    """Key of the prompt: a text, or the messages of a chat. Chats without this key begin with it. `null`: texts do,
+    too, and what both answers of a pair begin with is the prompt."""
     chosen_column: Text = "chosen"
     """Key of the better answer: a text, or the messages of a chat, of which the last is the answer."""
     rejected_column: Text = "rejected"
