@@ -161,6 +161,7 @@ class Distributed:
             self._store.set("all came", "")
         self._liveness = Liveness(self._store, self.rank, self.size, self.timeout.total_seconds(), self._limits)
         self._liveness.publish_first()
+        self._liveness.set_activity("meeting the other ranks", Kind.WAITING)
         self._store.wait(["all came"], self._meeting_time)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_cuda else "gloo",  # gloo for tensors offloaded to the host
@@ -171,6 +172,7 @@ class Distributed:
             device_id=self.device if on_cuda else None,
         )
         self._control = dist.new_group(backend="gloo", timeout=self.timeout, group_desc="control")
+        self._liveness.set_activity("starting")
         self._liveness.start()
         return self.all_gather((self._watchdog.process_id, node_name()))
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.pulse import PULSE, Kind, Pulse
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import ExitCode, UserError
 from exhaustive import some
@@ -158,6 +160,21 @@ def test_the_rank_that_does_not_come_is_named() -> None:
     assert "rank 0 could not meet the other 2 processes: rank 1 did not come" in told[0]
 
 
+def pulse_of_one_that_waits() -> Pulse | None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "pulse"
+        os.environ[PULSE] = str(path)
+        come_or_stay_away()
+        return Pulse.read(path)
+
+
+def test_a_rank_that_waits_for_one_that_does_not_come_is_no_suspect() -> None:
+    waits, absent = run_ranks(pulse_of_one_that_waits, 2)
+    assert waits is not None
+    assert waits.kind is Kind.WAITING
+    assert absent is None
+
+
 @pytest.mark.parametrize(
     ("rank", "number", "code"), some([("0", "SIGINT", ExitCode.INTERRUPTED), ("1", "SIGTERM", ExitCode.REQUEUE)], 1)
 )
@@ -183,6 +200,7 @@ WAITING = """
 import logging, torch
 from drawbar.distributed.interrupt import exit_on_signal
 from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.pulse import PULSE, Kind, Pulse
 from drawbar.distributed.rank_info import RankInfo
 
 logging.basicConfig()
