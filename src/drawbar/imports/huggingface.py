@@ -139,33 +139,35 @@ def texts(c: Conversion, text: Any, answers: Any, completions: Any, packed: Any,
         c.no_effect("it is so by default", name)
 
 
-def preference(c: Conversion, loss: Any, beta: Any, smoothing: Any, alpha: Any, *others: Any) -> None:
+def preference(c: Conversion, loss: Any, beta: Any, smoothing: Any, *others: Any) -> None:
     """TRL's DPO, KTO, and CPO as SimPO. No key of ORPO's is its own."""
     loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
-    is_kto = any(c.given(name) for name in c.names[5:7])
-    method = "kto" if is_kto and loss in (None, "kto") else None if is_kto else shared.METHODS.get(str(loss))
-    keeps_dropout = c.value("disable_dropout") is False
-    if loss in (None, "nll") and beta is None and method is None and others[-1] is None:
+    weights = [name for name in ("desirable_weight", "undesirable_weight") if c.given(name)]
+    method = shared.METHODS.get("kto" if weights and loss is None else str(loss))
+    if weights and method != "kto":
+        method = None
+    dropout_is_off = c.value("disable_dropout")
+    if loss in (None, "nll") and (beta, method, dropout_is_off) == (None, None, None):
         c.no_effect("it is so by default")
     elif method is None:
         c.refuse(
             "no key says that the file is for DPO (loss_type: sigmoid), IPO (ipo), KTO (desirable_weight, and no "
             "loss_type but kto) or SimPO (loss_type: simpo): add it, if it is for one of these",
-            *c.names[:2],
-            *c.names[5:],
+            *("loss_type", "beta", "disable_dropout", *weights),
         )
     else:
-        key = c.names[0] if c.given(c.names[0]) else c.names[5] if c.given(c.names[5]) else c.names[6]
-        options = dict(zip(("beta", "label_smoothing"), c.names[1:3], strict=True))
-        options |= dict(zip(("gamma", "desirable_weight", "undesirable_weight"), c.names[4:7], strict=True))
-        shared.preference(c, method, key, **options)
+        shared.preference(
+            c, method, "loss_type" if c.given("loss_type") else weights[0],
+            beta="beta", label_smoothing="label_smoothing", gamma="simpo_gamma",
+            desirable_weight="desirable_weight", undesirable_weight="undesirable_weight",
+        )  # fmt: skip
         if method == "simpo" and not is_off(smoothing):
-            c.refuse("remove it, and set task.label_smoothing after the import", c.names[2])
-        if keeps_dropout:
-            c.refuse("remove it, and set lora.dropout after the import", "disable_dropout")
-        c.no_effect("lora.dropout is 0", "disable_dropout")
+            c.refuse("remove it, and set task.label_smoothing after the import", "label_smoothing")
         if method != "simpo" and c.given("cpo_alpha"):
             c.refuse("it says that the file is for CPO, of which only SimPO has a counterpart", "cpo_alpha")
+        if dropout_is_off is False:
+            c.refuse("remove it, and set lora.dropout after the import", "disable_dropout")
+        c.no_effect("lora.dropout is 0", "disable_dropout")
 
 
 def template(c: Conversion, text: Any) -> None:

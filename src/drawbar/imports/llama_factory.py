@@ -105,6 +105,8 @@ def method(c: Conversion, stage: Any, loss: Any, *others: Any) -> None:
             beta="pref_beta", gamma="simpo_gamma", label_smoothing="dpo_label_smoothing",
             desirable_weight="kto_chosen_weight", undesirable_weight="kto_rejected_weight",
         )  # fmt: skip
+        if loss == "ipo":
+            c.note("LLaMA-Factory 0.9.5 has the loss of DPO on means there; here it is that of IPO", "pref_loss")
     elif stage == "dpo":
         c.refuse(f"{loss} has no counterpart; {', '.join(shared.METHODS)} have", "pref_loss")
     elif stage == "rm":

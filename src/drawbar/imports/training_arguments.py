@@ -261,11 +261,11 @@ OF_METHODS = {
     "kto": ("beta", "desirable_weight", "undesirable_weight"),
 }
 """The options of ``task`` that each method has; those not named have ``beta`` alone."""
-ABOUT_METHODS = {
+OTHERWISE = {
     "orpo": "TRL's ORPO also learns the prompt, and averages over the tokens of a batch; here, over those of an answer",
     "kto": "the divergence is estimated from each batch there, and here from the global batch",
-    "simpo": "with cpo_alpha, SimPO also learns the better answer, which has no counterpart: set it to 0",
 }
+"""In what a method differs there."""
 
 
 def preference(c: Conversion, method: str, key: str, **options: str) -> None:
@@ -278,10 +278,10 @@ def preference(c: Conversion, method: str, key: str, **options: str) -> None:
         else:
             c.no_effect(f"{method} does not have it", name)
     c.note("dropout is off there; here lora.dropout is 0, and a model keeps its own (in config.json)", key)
+    if method in OTHERWISE:
+        c.note(OTHERWISE[method], key)
     if method == "simpo" and not is_off(c.value("cpo_alpha")):
-        c.refuse(ABOUT_METHODS[method], "cpo_alpha", key)
-    elif method != "simpo" and method in ABOUT_METHODS:
-        c.note(ABOUT_METHODS[method], key)
+        c.refuse("with cpo_alpha, SimPO also learns the better answer: set it to 0", "cpo_alpha", key)
 
 
 def has_adapters(c: Conversion) -> bool:
