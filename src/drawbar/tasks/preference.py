@@ -296,7 +296,10 @@ class Preference(PairTask):
         return _common_beginning(*(self._answer(record, option) for option in self.answer_columns))
 
     def _sequence(self, record: dict[str, Any], answer: Any) -> tuple[list[int], list[int]]:
-        return super()._sequence(record, answer if self._has_own_prompt else answer.removeprefix(self._prompt(record)))
+        if self._has_own_prompt:
+            return super()._sequence(record, answer)
+        prompt = self._prompt(record)
+        return self._completed(prompt, answer.removeprefix(prompt))
 
     @property
     def uses_reference(self) -> bool:
@@ -487,7 +490,7 @@ class _WithOtherAnswers(Sequence[dict[str, Any]]):
 
 
 def _common_beginning(text: str, other: str) -> str:
-    """What two texts begin with, up to a space, as TRL finds the prompt of such pairs."""
+    """What two texts begin with, up to a space: their prompt. TRL's ``extract_prompt`` may also cut inside a word."""
     shared = list(takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
     return text[: max((place for place, (sign, _) in enumerate(shared) if sign.isspace()), default=0)]
 

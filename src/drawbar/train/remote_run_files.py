@@ -29,7 +29,8 @@ _CHANGING = (CONFIG, ORIGIN_FILE, MICRO_BATCH_FILE, "metrics.jsonl", "tracking/*
 checkpoint from them; the rest is compared with the run's own settings and devices, tells trackers which run to resume,
 or is read by people."""
 _FIXED_NAME = re.compile(
-    rf"task\.json|{re.escape(SCRIPT_FILE)}|reference-[A-Za-z0-9_-]+\.safetensors|(tokenizer|{re.escape(INITIAL_MODEL)})/[A-Za-z0-9_][A-Za-z0-9._-]*"
+    rf"task\.json|{re.escape(SCRIPT_FILE)}|reference-[A-Za-z0-9_-]+\.safetensors|"
+    rf"(tokenizer|{re.escape(INITIAL_MODEL)})/[A-Za-z0-9_][A-Za-z0-9._-]*"
 )
 _CHANGING_NAME = re.compile(
     rf"{re.escape(ORIGIN_FILE)}|{re.escape(MICRO_BATCH_FILE)}|metrics\.jsonl|tracking/[A-Za-z0-9_][A-Za-z0-9._-]*\.json"
