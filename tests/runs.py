@@ -1,6 +1,7 @@
 """What the tests of whole runs share: making a run in this process, and reading its losses and weights."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import chdir
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 import drawbar
 from drawbar.tasks.task import Task
 from drawbar.train.trainer import Outcome
+from harness import wait_until
 
 Fit = Callable[..., Outcome]
 """The fixture ``fit``: :func:`fit_in` in the tiny project."""
@@ -62,3 +64,19 @@ def largest_difference(one: dict[int, float], other: dict[int, float]) -> float:
     """The largest relative difference between two loss traces of the same steps."""
     assert one.keys() == other.keys()
     return max(abs(one[step] - other[step]) / abs(one[step]) for step in one)
+
+
+class AtStep(drawbar.Callback):
+    """Does something after a step, on rank 0, before anything is saved."""
+
+    def __init__(self, step: int, what: Callable[[], object]) -> None:
+        self._step, self._what = step, what
+
+    def on_step(self, run: drawbar.RunHandle, info: drawbar.StepInfo) -> None:
+        if info.step == self._step and run.rank == 0:
+            self._what()
+
+
+def delete(folder: Path) -> None:
+    """Also while a checkpoint is being written there."""
+    wait_until(lambda: shutil.rmtree(folder, ignore_errors=True) or not folder.exists(), "the end of the folder")

@@ -200,7 +200,6 @@ WAITING = """
 import logging, torch
 from drawbar.distributed.interrupt import exit_on_signal
 from drawbar.distributed.process_group import Distributed
-from drawbar.distributed.pulse import PULSE, Kind, Pulse
 from drawbar.distributed.rank_info import RankInfo
 
 logging.basicConfig()

@@ -18,8 +18,8 @@ from drawbar.data.tokenizer import set_option, train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.tasks.preference import Preference, Reward, dpo_loss, ipo_loss, kto_loss, orpo_loss, simpo_loss
 from drawbar.tasks.task_context import TaskContext
-from harness import run_cli, wait_until
-from runs import fit_in, losses, scores, weights
+from harness import run_cli
+from runs import AtStep, delete, fit_in, losses, scores, weights
 
 CONFIG = """\
 run: {name: one}
@@ -181,18 +181,6 @@ def test_a_resumed_run_asks_its_own_reference(method: str, folder: Path) -> None
     assert losses(folder / "runs" / f"{method}-halved") == losses(folder / "runs" / f"{method}-through")
 
 
-class Deleted(drawbar.Callback):
-    """Deletes the run directory at a step."""
-
-    def __init__(self, run_dir: Path, step: int) -> None:
-        self.run_dir, self.step = run_dir, step
-
-    def on_step(self, run: Any, info: Any) -> None:
-        if info.step == self.step:
-            gone = lambda: shutil.rmtree(self.run_dir, ignore_errors=True) or not self.run_dir.exists()  # noqa: E731
-            wait_until(gone, "the end of the folder")
-
-
 def taught(folder: Path, name: str, *settings: str) -> None:
     """A language model of 4 steps, and the name of its run for forks."""
     write_lines(folder / "texts.jsonl", [{"text": one["prompt"] + one["chosen"]} for one in PAIRS])
@@ -212,7 +200,7 @@ def test_the_reference_of_a_fork_is_where_its_checkpoints_are(folder: Path) -> N
     fit_in(folder, "data.validation=null", remote, "run.name=moved", "train.steps=8")
     found = losses(folder / "runs" / "moved")
     assert {step: found[step] for step in (7, 8)} == {step: whole[step] for step in (7, 8)}
-    deletes = Deleted(folder / "runs" / "gone", 6)
+    deletes = AtStep(6, lambda: delete(folder / "runs" / "gone"))
     with pytest.raises(UserError, match="gone"):
         fit_in(folder, *loaded, "checkpoint.every=8", "train.steps=10", fork="gone", callbacks=[deletes])
     (rescued,) = (folder / "runs").glob("gone-rescued*")
@@ -403,7 +391,7 @@ def test_columns_inside_of_columns(folder: Path) -> None:
 
 
 def test_whole_texts_begin_with_their_prompt(folder: Path) -> None:
-    """As TRL finds it: only what differs is learned."""
+    """Only what differs is learned."""
     task = made_task(folder, "task.prompt_column=null")
     record = {"chosen": "the load and an engine", "rejected": "the load and along"}
     sample = task.encode(record, train=True)

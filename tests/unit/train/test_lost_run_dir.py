@@ -2,36 +2,18 @@
 ends with its state saved as another run."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import drawbar
 from conftest import make_project
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.errors import ExitCode, UserError
 from drawbar.tracking.run_view import write_run_status
-from harness import run_cli, run_ranks, wait_until
-from runs import Fit, fit_in, losses
+from harness import run_cli, run_ranks
+from runs import AtStep, Fit, delete, fit_in, losses
 
 SETTINGS = ("train.steps=8", "checkpoint.every=4", "eval.every=4", "optim.schedule=constant")
-
-
-class AtStep(drawbar.Callback):
-    """Does something after a step, on rank 0, before anything is saved."""
-
-    def __init__(self, step: int, what: Callable[[], object]) -> None:
-        self._step, self._what = step, what
-
-    def on_step(self, run: drawbar.RunHandle, info: drawbar.StepInfo) -> None:
-        if info.step == self._step and run.rank == 0:
-            self._what()
-
-
-def delete(folder: Path) -> None:
-    """Also while a checkpoint is being written there."""
-    wait_until(lambda: shutil.rmtree(folder, ignore_errors=True) or not folder.exists(), "the end of the folder")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
